@@ -1,0 +1,179 @@
+"""The record: an entry's description and the authority on everything else in it.
+
+`docs/format.md` defines each field; a test compares its tables with these classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from graphpack.dtypes import COMPUTE_DTYPES, ComputeDtype, DtypeName
+from graphpack.graph import Bucket, Region, TensorSpec
+from graphpack.schema import Count, Digest, Positive, Rule, matching, one_of
+
+FORMAT_MAJOR = 1
+FORMAT_MINOR = 0
+
+EntryName = Annotated[str, matching("a registry tag: [A-Za-z0-9_][A-Za-z0-9._-]{0,127}", "[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")]
+
+_frozen = dataclass(frozen=True, slots=True, kw_only=True)
+
+
+@_frozen
+class FormatVersion:
+    major: Count
+    minor: Count
+
+
+@_frozen
+class Features:
+    """Named features a reader must know to do each operation; `optional` ones may be ignored."""
+
+    inspect: tuple[str, ...] = ()
+    verify: tuple[str, ...] = ()
+    load: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+
+
+@_frozen
+class Producer:
+    name: str
+    version: str
+
+
+@_frozen
+class EntryIdentity:
+    name: EntryName
+    backend: Annotated[str, one_of("cpu", "cuda")]
+    mode: Annotated[str, one_of("full")]
+
+
+@_frozen
+class Model:
+    """`code` is the SHA-256 of the source files that define the module: an edited model is stale."""
+
+    source: Annotated[str, one_of("builtin", "checkpoint", "factory")]
+    reference: str
+    architecture: str
+    config: Mapping[str, Any]
+    config_digest: Digest
+    revision: Annotated[str | None, Rule("40 hexadecimal digits or nil", lambda v: v is None or (len(v) == 40 and set(v) <= set("0123456789abcdef")))]
+    requested_dtype: Annotated[str, one_of("auto", *COMPUTE_DTYPES)]
+    stored_dtype: DtypeName
+    effective_dtype: ComputeDtype
+    code: Digest
+
+
+@_frozen
+class WeightTensor:
+    """`alias_of` names the tensor whose bytes this one shares (tied embeddings); its digest is then the same."""
+
+    name: str
+    dtype: DtypeName
+    shape: tuple[Count, ...]
+    digest: Digest
+    alias_of: str | None
+
+
+@_frozen
+class Weights:
+    root: Digest
+    bytes: Count
+    tensors: tuple[WeightTensor, ...]
+
+
+@_frozen
+class Layout:
+    """On CPU there is no arena: base, bytes and granularity are 0 and regions stand in binding order."""
+
+    fingerprint: Digest
+    capture_version: Positive
+    base: Count
+    bytes: Count
+    granularity: Count
+    relocatable: bool
+    regions: tuple[Region, ...]
+
+
+@_frozen
+class TorchBuild:
+    """`version` with its local part (`2.13.0+cpu`), and the git commit torch says it was built from."""
+
+    version: str
+    git_version: str
+
+
+@_frozen
+class Environment:
+    """What the entry needs of the machine. All but `informational` fields of section 'Environment' are checked."""
+
+    device_type: Annotated[str, one_of("cpu", "cuda")]
+    machine: str
+    cpu_features: tuple[str, ...]
+    symbol_versions: tuple[str, ...]
+    torch: TorchBuild
+
+
+@_frozen
+class Settings:
+    """Everything the caller chose that changes a graph."""
+
+    batch_sizes: tuple[Positive, ...]
+    seq_lens: tuple[Positive, ...]
+    slots: Positive
+    attention: Annotated[str, one_of("sdpa", "custom")]
+    cpu_isa: Annotated[str, one_of("avx2", "avx512")]
+    float32_matmul_precision: Annotated[str, one_of("highest", "high", "medium")]
+    deterministic_algorithms: bool
+
+
+@_frozen
+class Graph:
+    """One captured graph. `bindings` are the names of weight and constant regions in the object's own order.
+
+    `tolerance` is the largest absolute difference from a golden value that a replay may show; it and
+    `deviation`, the difference from eager measured at save, are in units of the logits.
+    """
+
+    bucket: Bucket
+    topology: Digest
+    nodes: Count
+    object: Digest
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    state: tuple[str, ...]
+    bindings: tuple[str, ...]
+    golden: Digest
+    golden_steps: Positive
+    tolerance: float
+    deviation: float
+
+
+@_frozen
+class Blob:
+    """`size` is that of the file, `content_size` that of the decompressed bytes."""
+
+    digest: Digest
+    size: Count
+    content_size: Count
+    media_type: str
+
+
+@_frozen
+class Record:
+    format: FormatVersion
+    features: Features
+    producer: Producer
+    entry: EntryIdentity
+    model: Model
+    weights: Weights
+    layout: Layout
+    environment: Environment
+    settings: Settings
+    graphs: tuple[Graph, ...]
+    constants: Digest | None
+    blobs: tuple[Blob, ...]
+    extensions: Mapping[str, Any]
+    informational: Mapping[str, Any]

@@ -1,0 +1,145 @@
+"""Frozen dataclasses from untrusted plain data and back.
+
+The class is the schema: field names are the keys, type hints the types, `Annotated[..., Rule]` the value rules.
+Types are exact (a bool is not an int), every key is required, and all problems of a document are found in one pass.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from graphpack.errors import Problem
+
+T = TypeVar("T")
+
+Plain = Any
+"""What msgpack and JSON can hold: None, bool, int, float, str, bytes, list, and dict with string keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule for one value, with the words `docs/format.md` uses for it."""
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+def matching(text: str, pattern: str) -> Rule:
+    compiled = re.compile(pattern)
+    return Rule(text, lambda value: compiled.fullmatch(value) is not None)
+
+
+def one_of(*values: str) -> Rule:
+    return Rule("one of " + ", ".join(f"`{value}`" for value in values), lambda value: value in values)
+
+
+COUNT_LIMIT = 2**53 - 1
+"""Largest integer in a record: what a JSON reader can hold exactly."""
+
+Digest = Annotated[str, matching("64 lower-case hexadecimal digits", "[0-9a-f]{64}")]
+Count = Annotated[int, Rule("0 to 2^53-1", lambda value: 0 <= value <= COUNT_LIMIT)]
+Positive = Annotated[int, Rule("1 to 2^53-1", lambda value: 1 <= value <= COUNT_LIMIT)]
+Whole = Annotated[int, Rule("-2^53+1 to 2^53-1", lambda value: -COUNT_LIMIT <= value <= COUNT_LIMIT)]
+
+
+@dataclass(slots=True)
+class SchemaProblems:
+    """What was wrong with a document: `malformed` values, and `unknown` keys that a later version may define."""
+
+    malformed: list[Problem]
+    unknown: list[Problem]
+
+
+@cache
+def field_types(cls: type) -> dict[str, Any]:
+    """Field name to type hint, `Annotated` kept."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {field.name: hints[field.name] for field in fields(cls)}
+
+
+def from_plain(cls: type[T], value: Plain, where: str, problems: SchemaProblems) -> T | None:
+    """Build `cls` from a map, adding to `problems`; None if anything in it was malformed or unknown."""
+    before = len(problems.malformed) + len(problems.unknown)
+    result = _decode(cls, value, where, problems)
+    return result if len(problems.malformed) + len(problems.unknown) == before else None
+
+
+def to_plain(value: Any) -> Plain:
+    """The maps, lists and scalars of a dataclass tree. Inverse of `from_plain`."""
+    if is_dataclass(value):
+        return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: to_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(item) for item in value]
+    return value
+
+
+def _decode(hint: Any, value: Plain, where: str, problems: SchemaProblems) -> Any:
+    if hint is Any:
+        return value
+    origin = get_origin(hint)
+    if origin is Annotated:
+        base, *rules = get_args(hint)
+        return _decode_ruled(base, rules, value, where, problems)
+    if origin in (Union, types.UnionType):
+        (inner,) = [option for option in get_args(hint) if option is not type(None)]
+        return None if value is None else _decode(inner, value, where, problems)
+    if origin is tuple:
+        (inner, _) = get_args(hint)
+        if type(value) is not list:
+            return _wrong_type("a list", value, where, problems)
+        return tuple(_decode(inner, item, f"{where}[{index}]", problems) for index, item in enumerate(value))
+    if origin is not None and issubclass(origin, Mapping):
+        _, inner = get_args(hint)
+        if type(value) is not dict:
+            return _wrong_type("a map", value, where, problems)
+        return {key: _decode(inner, item, f"{where}.{key}", problems) for key, item in value.items()}
+    if is_dataclass(hint):
+        return _decode_dataclass(hint, value, where, problems)
+    if type(value) is not hint:
+        return _wrong_type(f"a {hint.__name__}", value, where, problems)
+    return value
+
+
+def _decode_ruled(base: Any, rules: list[Any], value: Plain, where: str, problems: SchemaProblems) -> Any:
+    before = len(problems.malformed)
+    result = _decode(base, value, where, problems)
+    if len(problems.malformed) == before:
+        for rule in rules:
+            if not rule.holds(result):
+                problems.malformed.append(Problem(where, shown(value), f"must be {rule.text}"))
+    return result
+
+
+def _decode_dataclass(cls: Any, value: Plain, where: str, problems: SchemaProblems) -> Any:
+    if type(value) is not dict:
+        return _wrong_type("a map", value, where, problems)
+    hints = field_types(cls)
+    prefix = f"{where}." if where else ""
+    for key in value:
+        if key not in hints:
+            problems.unknown.append(Problem(f"{prefix}{key}", shown(value[key]), "unknown key"))
+    missing = [name for name in hints if name not in value]
+    for name in missing:
+        problems.malformed.append(Problem(f"{prefix}{name}", "missing", "required"))
+    decoded = {
+        name: _decode(hint, value[name], f"{prefix}{name}", problems) for name, hint in hints.items() if name in value
+    }
+    return None if missing else cls(**decoded)
+
+
+def _wrong_type(wanted: str, value: Plain, where: str, problems: SchemaProblems) -> None:
+    problems.malformed.append(Problem(where, shown(value), f"must be {wanted}"))
+
+
+def shown(value: Plain, limit: int = 80) -> str:
+    """A short printable form of an untrusted value: one line, no control characters."""
+    text = value if type(value) is str else repr(value)
+    text = "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text[: limit + 1])
+    return text if len(text) <= limit else text[: limit - 3] + "..."
