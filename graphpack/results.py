@@ -1,0 +1,148 @@
+"""What a command is asked to do, what it answers, and what it tells while it works. Plain data: no torch, no printing.
+
+`capture` and `restore` take a request and return a result; `report` prints results; `cli` joins the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRequest:
+    """`batch_sizes` and `seq_lens` are sorted and unique; `name` None means the model's own name."""
+
+    model: str
+    archive: Path
+    name: str | None = None
+    device: str = "cpu"
+    batch_sizes: tuple[int, ...] = (1,)
+    seq_lens: tuple[int, ...] = (256,)
+    dtype: str = "auto"
+    replace: bool = False
+    config: Path | None = None
+    cpu_isa: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRequest:
+    """No `names` means every entry. `weights` maps an entry's name to a directory; the key None serves all others."""
+
+    archive: Path
+    names: tuple[str, ...] = ()
+    weights: Mapping[str | None, Path] = field(default_factory=dict)
+    device: str | None = None
+    verify: bool = False
+    allow: frozenset[str] = frozenset()
+    copy_weights: bool = False
+    config: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphRow:
+    """One graph of a saved entry. `seconds_capture` is None when it was already there."""
+
+    batch_size: int
+    seq_len: int
+    nodes: int
+    object_bytes: int
+    seconds_capture: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveResult:
+    """`topology` has one digest a graph, in the order of `graphs`; `stages` maps a stage to its seconds."""
+
+    name: str
+    archive: Path
+    action: Literal["saved", "replaced", "up to date"]
+    graphs: tuple[GraphRow, ...]
+    weights_root: str
+    layout_fingerprint: str
+    settings_digest: str
+    topology: tuple[str, ...]
+    bytes_written: int
+    stages: Mapping[str, float]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One rung of the ladder of validation, as it went."""
+
+    name: str
+    state: Literal["passed", "skipped", "waived"]
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifiedBucket:
+    """How the replay of one graph compared with its golden outputs; differences are in units of the outputs."""
+
+    batch_size: int
+    seq_len: int
+    steps: int
+    max_difference: float
+    tolerance: float
+    bit_identical: bool
+    argmax_compared: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedEntry:
+    """`captures` is always 0: restoring never captures. `verified` is empty unless outputs were compared."""
+
+    name: str
+    device: str
+    graphs: int
+    captures: int = 0
+    stages: Mapping[str, float]
+    ladder: tuple[Rung, ...]
+    verified: tuple[VerifiedBucket, ...] = ()
+    weights_bytes: int
+    weights_mode: str
+    proven: tuple[str, ...]
+    not_proven: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchRow:
+    """Time of one decode step of one graph."""
+
+    batch_size: int
+    seq_len: int
+    steps: int
+    median_ms: float
+    min_ms: float
+
+
+class Observer(Protocol):
+    """Told what a long command is doing. Calls are cheap and come from the command's own thread."""
+
+    def stage(self, name: str) -> None:
+        """A stage begins; the one before it has ended."""
+
+    def bytes(self, what: str, done: int, total: int) -> None:
+        """`done` of `total` bytes of `what` have been read or written."""
+
+    def bucket(self, batch_size: int, seq_len: int, text: str) -> None:
+        """Something happened to one bucket, such as `captured in 3.1 s`."""
+
+    def note(self, text: str) -> None:
+        """Something worth knowing that is not an error."""
+
+
+class SilentObserver:
+    """Listens to nothing: what the library uses."""
+
+    def stage(self, name: str) -> None: ...
+
+    def bytes(self, what: str, done: int, total: int) -> None: ...
+
+    def bucket(self, batch_size: int, seq_len: int, text: str) -> None: ...
+
+    def note(self, text: str) -> None: ...
