@@ -5,10 +5,41 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
+
+from graphpack.dtypes import COMPUTE_DTYPES
+from graphpack.errors import Problem, UsageError
+from graphpack.schema import shown
+
+DTYPE_WORDS = ("auto", *COMPUTE_DTYPES)
+CPU_ISAS = ("avx2", "avx512")
+DEVICE_WORDS = "cpu, cuda or cuda:I, such as cuda:0"
+NAME_WORDS = "letters, digits, dots, dashes and underscores, not starting with a dot or dash, at most 128"
+LARGEST_SIZE = 2**31 - 1
+"""The words of the command line and the configuration file."""
+
+
+def is_device(text: str) -> bool:
+    return re.fullmatch(r"cpu|cuda(:(0|[1-9][0-9]{0,3}))?", text) is not None
+
+
+def is_entry_name(text: str) -> bool:
+    return re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", text) is not None
+
+
+def _sizes_problems(where: str, sizes: tuple[int, ...]) -> list[Problem]:
+    good = all(type(size) is int and 1 <= size <= LARGEST_SIZE for size in sizes)
+    if sizes and good and list(sizes) == sorted(set(sizes)):
+        return []
+    return [Problem(where, here=shown(list(sizes)), hint="give whole numbers from 1, sorted, each once")]
+
+
+def _device_problems(device: str) -> list[Problem]:
+    return [] if is_device(device) else [Problem("device", here=shown(device), hint=f"one of {DEVICE_WORDS}")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +57,21 @@ class SaveRequest:
     config: Path | None = None
     cpu_isa: str | None = None
 
+    def __post_init__(self) -> None:
+        problems = [
+            *_sizes_problems("batch-sizes", self.batch_sizes),
+            *_sizes_problems("seq-lens", self.seq_lens),
+            *_device_problems(self.device),
+        ]
+        if self.name is not None and not is_entry_name(self.name):
+            problems.append(Problem("name", here=shown(self.name), hint=f"an entry's name is {NAME_WORDS}"))
+        if self.dtype not in DTYPE_WORDS:
+            problems.append(Problem("dtype", here=shown(self.dtype), hint=f"one of {', '.join(DTYPE_WORDS)}"))
+        if self.cpu_isa is not None and self.cpu_isa not in CPU_ISAS:
+            problems.append(Problem("cpu-isa", here=shown(self.cpu_isa), hint=f"one of {', '.join(CPU_ISAS)}"))
+        if problems:
+            raise UsageError("nothing can be saved with these settings", problems)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
@@ -39,6 +85,11 @@ class LoadRequest:
     allow: frozenset[str] = frozenset()
     copy_weights: bool = False
     config: Path | None = None
+
+    def __post_init__(self) -> None:
+        problems = [] if self.device is None else _device_problems(self.device)
+        if problems:
+            raise UsageError("nothing can be loaded with these settings", problems)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,172 @@
+"""graphpack: capture a model's decode graphs once, restore them in any process they fit.
+
+The journey is  model -> capture -> graph -> archive -> validate -> restore -> replay:
+
+    import graphpack
+
+    graphpack.save("checkpoints/qwen3", "archive", batch_sizes=(1, 4), seq_lens=(256,))
+
+    with graphpack.load("archive", "qwen3", weights="checkpoints/qwen3") as model:
+        logits = model.step(token_ids, positions)
+
+`save` resolves the model, captures one graph for each batch size and sequence length, records outputs to compare with
+later, and commits everything to the archive at once. `load` checks the archive, this machine, the weights and the
+memory layout, in that order, and only then restores; `verify=True` also replays the recorded inputs. What does not fit
+raises a `GraphpackError` that lists every problem found. `inspect` describes an archive without any of that.
+
+Importing this package imports neither torch nor numpy; `save` imports torch, `load` and `inspect` do not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from graphpack.errors import (
+    CaptureRefusedError,
+    ClosedError,
+    CorruptArchiveError,
+    EnvironmentMismatchError,
+    GraphpackError,
+    InputError,
+    LayoutMismatchError,
+    NotFoundError,
+    OutputsDifferError,
+    Problem,
+    StorageError,
+    UnsupportedFormatError,
+    UntrustedError,
+    UsageError,
+    WeightsMismatchError,
+)
+
+if TYPE_CHECKING:
+    from graphpack.archive.store import Archive
+    from graphpack.restore import RestoredModel
+    from graphpack.results import SaveResult
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CaptureRefusedError",
+    "ClosedError",
+    "CorruptArchiveError",
+    "EnvironmentMismatchError",
+    "GraphpackError",
+    "InputError",
+    "LayoutMismatchError",
+    "NotFoundError",
+    "OutputsDifferError",
+    "Problem",
+    "StorageError",
+    "UnsupportedFormatError",
+    "UntrustedError",
+    "UsageError",
+    "WeightsMismatchError",
+    "__version__",
+    "inspect",
+    "load",
+    "open_archive",
+    "save",
+]
+
+AnyPath = str | os.PathLike[str]
+
+
+def save(
+    model: AnyPath,
+    archive: AnyPath,
+    *,
+    name: str | None = None,
+    device: str = "cpu",
+    batch_sizes: Collection[int] = (1,),
+    seq_lens: Collection[int] = (256,),
+    dtype: str = "auto",
+    replace: bool = False,
+    cpu_isa: str | None = None,
+) -> SaveResult:
+    """Capture `model` for every batch size and sequence length into `archive`, under `name` or the model's own name.
+
+    `model` is what the command line takes: a built-in name, a checkpoint directory or `package.module:factory`.
+    Saving what the archive already holds does nothing; another entry of that name needs `replace=True`.
+    """
+    from pathlib import Path
+
+    from graphpack import capture
+    from graphpack.results import SaveRequest, SilentObserver
+
+    request = SaveRequest(
+        model=str(model),
+        archive=Path(archive),
+        name=name,
+        device=device,
+        batch_sizes=tuple(sorted(set(batch_sizes))),
+        seq_lens=tuple(sorted(set(seq_lens))),
+        dtype=dtype,
+        replace=replace,
+        cpu_isa=cpu_isa,
+    )
+    return capture.save(request, SilentObserver())
+
+
+def load(
+    archive: AnyPath,
+    name: str | None = None,
+    *,
+    weights: AnyPath | None = None,
+    device: str | None = None,
+    verify: bool = False,
+    allow: Collection[str] = (),
+    copy_weights: bool = False,
+) -> RestoredModel:
+    """Restore the entry `name`, or the only entry of the archive. Close the model after use, or use `with`.
+
+    `weights` is the checkpoint directory; without it the built-in's own weights or the recorded directory are used.
+    `verify` proves all it can: every blob and weight byte is hashed and the recorded inputs are replayed. `allow`
+    waives environment fields by name. `copy_weights` copies weights instead of using the mapped checkpoint in place.
+    """
+    from pathlib import Path
+
+    from graphpack import restore
+    from graphpack.results import LoadRequest, SilentObserver
+
+    request = LoadRequest(
+        archive=Path(archive),
+        names=(name if name is not None else _only_name(archive),),
+        weights={} if weights is None else {None: Path(weights)},
+        device=device,
+        verify=verify,
+        allow=frozenset(allow),
+        copy_weights=copy_weights,
+    )
+    (model,) = restore.load(request, SilentObserver())
+    return model
+
+
+def inspect(archive: AnyPath, name: str | None = None) -> dict[str, Any]:
+    """What `graphpack inspect --graphs --kernels --format json` prints. Reads no weights and runs nothing."""
+    from pathlib import Path
+
+    from graphpack import documents
+
+    document = documents.inspect(Path(archive), () if name is None else (name,), graphs=True, kernels=True)
+    if document.refusal is not None:
+        raise document.refusal
+    return document.content
+
+
+def open_archive(archive: AnyPath) -> Archive:
+    """The archive itself: its entries, their records and blobs."""
+    from pathlib import Path
+
+    from graphpack.archive.store import Archive
+
+    return Archive.open(Path(archive))
+
+
+def _only_name(archive: AnyPath) -> str:
+    names = [entry.record.entry.name for entry in open_archive(archive).find(None)]
+    if len(names) != 1:
+        raise UsageError(f"name one of the archive's {len(names)} entries: {', '.join(names)}")
+    return names[0]
