@@ -1,0 +1,122 @@
+"""AOTInductor's C++ for a traced step, and the object g++ makes of it.
+
+Inductor writes the source; graphpack runs the compiler itself. That is what fixes the instruction set, keeps
+the builder's paths out of the object, lets the loader unload it, and needs no probing of the processor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._inductor
+
+from graphpack.backends.cpu.export import TracedStep
+from graphpack.backends.cpu.policy import PROXY_EXECUTOR, check_object
+from graphpack.elf import clear_executable_stack, parse
+from graphpack.errors import CaptureRefusedError, GraphpackError, Problem
+from graphpack.identity.cpu_isa import CpuIsa
+
+GENERATED_NAME = "step"
+
+
+def generate(step: TracedStep, isa: CpuIsa, directory: Path) -> Path:
+    """Write the C++ of a step into the empty `directory`.
+
+    Raises CaptureRefusedError if Inductor cannot lower an operation, naming it.
+    """
+    options: dict[str, Any] = {
+        "aot_inductor.package": True,
+        "aot_inductor.package_cpp_only": True,
+        "aot_inductor.package_constants_in_so": False,
+        "aot_inductor.output_path": f"{directory}/",
+        "aot_inductor.model_name_for_generated_files": GENERATED_NAME,
+        "aot_inductor.precompile_headers": False,
+        "aot_inductor.enable_line_tables": False,
+        # Without this, small weights become literals in the code and a changed checkpoint replays stale.
+        "always_keep_tensor_constants": True,
+        "cpp.dynamic_threads": True,
+        "cpp.simdlen": isa.simd_bits,
+        "cpp.march": isa.march,
+        # The instruction set is chosen, not probed: probing compiles and runs four programs.
+        "cpp.vec_isa_ok": True,
+    }
+    try:
+        with torch.no_grad():
+            torch._inductor.aot_compile(step.program.module(), step.inputs, options=options)
+    except Exception as error:  # noqa: BLE001 - Inductor raises many unrelated types; each means this step has no object
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        raise CaptureRefusedError(
+            "torch cannot compile the step", [Problem("the model", "", lines[0] if lines else type(error).__name__)]
+        ) from error
+    source = directory / f"{GENERATED_NAME}.wrapper.cpp"
+    calls = re.findall(r"\n[^\n]*aoti_torch_proxy_executor_call_function\([^\n]*", source.read_text())
+    if calls:
+        raise CaptureRefusedError(
+            "the step needs operations that run only inside Python",
+            [Problem(name, "", "has no C interface in this torch") for name in _proxied(directory) or [PROXY_EXECUTOR]],
+        )
+    return source
+
+
+def _proxied(directory: Path) -> list[str]:
+    """The operations Inductor listed for its proxy executor."""
+    return sorted(
+        {
+            node["node"]["target"]
+            for listing in directory.rglob("*extern_kernel_nodes*.json")
+            for node in json.loads(listing.read_text())["nodes"]
+        }
+    )
+
+
+def build(directory: Path) -> bytes:
+    """Compile and link what `generate` wrote; the object's bytes, its executable-stack flag cleared.
+
+    Raises CaptureRefusedError if there is no compiler, GraphpackError if it fails.
+    """
+    compiler = os.environ.get("CXX") or "g++"
+    if shutil.which(compiler) is None:
+        raise CaptureRefusedError("save needs a C++ compiler", [Problem("g++", "", "not on PATH", "install g++")])
+    flags = json.loads((directory / f"{GENERATED_NAME}.wrapper_linker_flags.json").read_text())
+    includes = Path(torch.__file__).parent / "include"
+    compile_flags = [f"-{flag}" for flag in flags["cflags"] if flag not in ("shared", "Wall", "pedantic")]
+    command = [
+        compiler,
+        f"{GENERATED_NAME}.wrapper.cpp",
+        *(str(found.relative_to(directory)) for found in directory.rglob("*.weights.o")),
+        *(f"-D{definition.strip()}" for definition in flags["definitions"]),
+        *(f"-I{path}" for path in flags["include_dirs"]),
+        *compile_flags,
+        "-w",
+        "-fno-gnu-unique",
+        f"-ffile-prefix-map={includes}=torch",
+        f"-ffile-prefix-map={directory}=.",
+        "-shared",
+        "-s",
+        "-Wl,-z,noexecstack,--build-id=none",
+        *(f"-L{path}" for path in flags["libraries_dirs"] if "torch" in path),
+        "-ltorch_cpu",
+        "-lgomp",
+        "-o",
+        "step.so",
+    ]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode:
+        raise GraphpackError(f"{compiler} failed on generated code:\n{done.stderr[-4000:]}")
+    code = clear_executable_stack((directory / "step.so").read_bytes())
+    problems = check_object(code, os.uname().machine, "the compiled object")
+    if problems:
+        raise CaptureRefusedError("the compiled object breaks the policy for native code", problems)
+    return code
+
+
+def symbol_versions(code: bytes) -> set[str]:
+    """The symbol versions an object asks of its host, such as GLIBC_2.34."""
+    return {version for versions in parse(code).version_needs.values() for version in versions}

@@ -1,0 +1,165 @@
+"""torch.export of one bucket's step, refusing what a graph cannot hold, and the digest of what was traced."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from graphpack.errors import CaptureRefusedError, Problem
+from graphpack.graph import TensorSpec
+
+_LIBRARY = Path(torch.__file__).parent
+
+
+@dataclass(frozen=True, slots=True)
+class TracedStep:
+    """`constants` are the tensors the module holds that no checkpoint has, by name: tables, derived buffers, literals."""
+
+    program: ExportedProgram
+    inputs: tuple[torch.Tensor, ...]
+    topology: str
+    nodes: int
+    constants: dict[str, torch.Tensor]
+
+
+def example(spec: TensorSpec) -> torch.Tensor:
+    fill = spec.minimum or 0
+    return torch.full(spec.shape, fill, dtype=getattr(torch, spec.dtype))
+
+
+def trace(
+    module: torch.nn.Module, inputs: Sequence[TensorSpec], state: Sequence[TensorSpec], weights: frozenset[str]
+) -> TracedStep:
+    """Trace `module(*inputs, *state)` in evaluation mode, leaving its training flags as they were.
+
+    Raises CaptureRefusedError naming the operation and the model's source line.
+    """
+    examples = tuple(example(spec) for spec in (*inputs, *state))
+    training = {name: part.training for name, part in module.named_modules()}
+    module.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            program = torch.export.export(module, examples, strict=False)
+    except Exception as error:  # noqa: BLE001 - torch.export raises a dozen unrelated types for one reason: not capturable
+        raise CaptureRefusedError(
+            "the model does something that a captured graph cannot hold", [_trace_problem(error)]
+        ) from error
+    finally:
+        for name, part in module.named_modules():
+            part.training = training[name]
+    problems = [*_refused_nodes(program)]
+    if problems:
+        raise CaptureRefusedError("the model does something that a captured graph cannot hold", problems)
+    lines = list(_topology(program))
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    constants = {
+        name: value.detach()
+        for name, value in [*program.constants.items(), *program.state_dict.items()]
+        if name not in weights and isinstance(value, torch.Tensor)
+    }
+    return TracedStep(program, examples, digest, len(lines), constants)
+
+
+def _trace_problem(error: BaseException) -> Problem:
+    chain: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in chain:
+        chain.append(current)
+        current = current.__cause__ or current.__context__
+    reason = str(error).strip().splitlines()
+    text = reason[0] if reason else type(error).__name__
+    if any("DataDependent" in type(link).__name__ or "data-dependent" in str(link).lower() for link in chain):
+        text = f"a value or size depends on data, so one graph cannot serve every input ({text})"
+    return Problem(_user_line(chain), "", text, "compute it outside the step, or with operations of fixed shape")
+
+
+def _user_line(chain: Sequence[BaseException]) -> str:
+    """The last frame outside torch and graphpack's own capture: where the model did it."""
+    for link in chain:
+        for frame in reversed(traceback.extract_tb(link.__traceback__)):
+            path = Path(frame.filename)
+            if path.is_file() and _LIBRARY not in path.parents and path != Path(__file__) and "contextlib" not in path.name:
+                return f"{frame.filename}:{frame.lineno}"
+    return "the model"
+
+
+def _refused_nodes(program: ExportedProgram) -> Iterator[Problem]:
+    for node in program.graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            if torch.Tag.nondeterministic_seeded in node.target.tags:
+                yield Problem(_node_line(node), "", f"{node.target} draws random numbers", "sample outside the step")
+                continue
+        elif node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
+            yield Problem(_node_line(node), "", f"{node.target} is control flow", "a graph holds one fixed sequence")
+            continue
+        if _has_data_dependent_size(node.meta.get("val")):
+            yield Problem(
+                _node_line(node), "", f"the size of the result of {node.target} depends on data",
+                "use a mask of fixed shape instead",
+            )  # fmt: skip
+            return
+
+
+def _has_data_dependent_size(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return any(not isinstance(extent, int) for extent in value.shape)
+    if isinstance(value, (list, tuple)):
+        return any(_has_data_dependent_size(item) for item in value)
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _node_line(node: torch.fx.Node) -> str:
+    """`file:line` of the innermost model frame torch recorded for a node."""
+    trace_lines = [line.strip() for line in (node.stack_trace or "").splitlines() if line.strip().startswith("File ")]
+    for line in reversed(trace_lines):
+        file, _, rest = line.removeprefix('File "').partition('", line ')
+        if _LIBRARY not in Path(file).parents:
+            return f"{file}:{rest.split(',')[0]}"
+    return "the model"
+
+
+def _topology(program: ExportedProgram) -> Iterator[str]:
+    """One line a node: operation, arguments by node name, and the dtype, shape and strides of its result.
+
+    Weight values, addresses, paths and source lines take no part, so the digest is the same for every builder.
+    """
+    inputs = {spec.arg.name: (spec.kind.name, spec.target) for spec in program.graph_signature.input_specs}
+    for node in program.graph.nodes:
+        yield json.dumps(
+            [
+                node.op,
+                str(node.target),
+                inputs.get(node.name),
+                _plain(node.args),
+                _plain(node.kwargs),
+                _shape_of(node.meta.get("val")),
+            ]
+        )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.fx.Node):
+        return {"node": value.name}
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in sorted(value.items())}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (bool, int, str)) or value is None:
+        return value
+    return {"value": str(value)}
+
+
+def _shape_of(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return [str(value.dtype), list(value.shape), list(value.stride())]
+    if isinstance(value, (list, tuple)):
+        return [_shape_of(item) for item in value]
+    return None

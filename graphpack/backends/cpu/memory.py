@@ -1,0 +1,71 @@
+"""The memory of one entry on a CPU: weights where the checkpoint's pages are, state in one zeroed block."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from graphpack.convert import convert
+from graphpack.dtypes import DTYPES
+from graphpack.graph import Region
+
+if TYPE_CHECKING:
+    from graphpack.models.checkpoint import WeightSource
+
+STATE_ALIGNMENT = 64
+_MADV_DONTNEED = 4
+
+
+class CpuMemory:
+    """Arrays by region name. Weight and constant arrays are never written by a graph; state is."""
+
+    def __init__(
+        self, regions: Sequence[Region], weights: WeightSource, constants: Mapping[str, bytes], *, copy_weights: bool
+    ) -> None:
+        self.dtypes = {region.name: region.dtype for region in regions}
+        self._arrays: dict[str, np.ndarray] = {}
+        self._weights = weights
+        self.weights_mode = "copied" if copy_weights else "mapped in place"
+        states = [region for region in regions if region.kind == "state"]
+        self._state = mmap.mmap(-1, max(sum(_aligned(region.bytes) for region in states), mmap.PAGESIZE))
+        offset = 0
+        for region in states:
+            self._arrays[region.name] = _shaped(memoryview(self._state)[offset : offset + region.bytes], region)
+            offset += _aligned(region.bytes)
+        for region in regions:
+            if region.kind == "constant":
+                self._arrays[region.name] = _shaped(memoryview(bytearray(constants[region.name])), region)
+            elif region.kind == "weight":
+                self._arrays[region.name] = self._weight(region, copy_weights)
+
+    def _weight(self, region: Region, copy: bool) -> np.ndarray:
+        stored = self._weights.tensors[self._weights.aliases.get(region.name, region.name)]
+        view = self._weights.view(stored.name)
+        if stored.dtype != region.dtype:
+            self.weights_mode = f"converted {stored.dtype} -> {region.dtype}"
+            return convert(view, stored.dtype, region.dtype).reshape(region.shape)
+        return _shaped(memoryview(bytearray(view)) if copy else view, region)
+
+    def reset_state(self) -> None:
+        # Anonymous private pages read as zero again after MADV_DONTNEED; large states need not be written.
+        self._state.madvise(_MADV_DONTNEED)
+
+    def array(self, region: str) -> np.ndarray:
+        return self._arrays[region]
+
+    def close(self) -> None:
+        self._arrays.clear()
+        self._weights.close()
+
+
+def _aligned(size: int) -> int:
+    return -(-size // STATE_ALIGNMENT) * STATE_ALIGNMENT
+
+
+def _shaped(view: memoryview, region: Region) -> np.ndarray:
+    carrier = np.dtype(DTYPES[region.dtype].numpy)
+    return np.frombuffer(view, dtype=carrier, count=prod(region.shape)).reshape(region.shape)

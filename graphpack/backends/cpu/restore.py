@@ -1,0 +1,144 @@
+"""The restoring half of the cpu backend: a compiled object over memory that already holds everything."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Mapping, Sequence
+from ctypes import byref, c_void_p
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from graphpack.backends.cpu.memory import CpuMemory
+from graphpack.backends.cpu.policy import check_object
+from graphpack.backends.cpu.runtime import CompiledObject, TorchLibrary, torch_library
+from graphpack.dtypes import DTYPES
+from graphpack.errors import CorruptArchiveError, EnvironmentMismatchError, Problem
+from graphpack.graph import Region, TensorSpec, row_major_strides
+from graphpack.identity.environment import torch_library_directory
+
+if TYPE_CHECKING:
+    from graphpack.archive.record import Graph, Record
+    from graphpack.models.checkpoint import WeightSource
+
+
+class CpuBackend:
+    """See `graphpack.backends.Backend`."""
+
+    def allocate(
+        self, regions: Sequence[Region], weights: WeightSource, constants: Mapping[str, bytes], *, copy_weights: bool
+    ) -> CpuMemory:
+        return CpuMemory(regions, weights, constants, copy_weights=copy_weights)
+
+    def check_blob(self, record: Record, graph: Graph, blob: bytes) -> None:
+        problems = check_object(blob, platform.machine(), f"blobs/sha256/{graph.object}")
+        if problems:
+            raise CorruptArchiveError(f"the object of bucket {graph.bucket} breaks the policy for native code", problems)
+
+    def rebuild(self, graph: Graph, blob: bytes, memory: CpuMemory) -> CpuGraph:
+        return CpuGraph(loaded_torch(), graph, blob, memory)
+
+
+def loaded_torch() -> TorchLibrary:
+    """libtorch_cpu of the installed torch, opened once a process.
+
+    Raises EnvironmentMismatchError if torch is not installed.
+    """
+    directory: Path | None = torch_library_directory()
+    if directory is None:
+        raise EnvironmentMismatchError(
+            "torch's libraries run the compiled object, and torch is not installed here",
+            [Problem("environment.torch", "", "not installed", "pip install the torch build that the entry names")],
+        )
+    return torch_library(directory)
+
+
+class CpuGraph:
+    """One object with its weights bound and its input, state and output arrays in place."""
+
+    def __init__(self, torch: TorchLibrary, graph: Graph, code: bytes, memory: CpuMemory) -> None:
+        self._torch = torch
+        self._graph = graph
+        self._dtypes = memory.dtypes
+        self._bound: list[c_void_p] = []
+        label = f"blobs/sha256/{graph.object}"
+        self._object = CompiledObject(torch, code, label)
+        try:
+            self._check_object(graph, memory, label)
+            self._bind(memory)
+        except BaseException:
+            self._object.close()
+            raise
+        self._inputs = {spec.name: np.zeros(spec.shape, DTYPES[spec.dtype].numpy) for spec in graph.inputs}
+        self._kept: list[c_void_p] = [self._handle(self._inputs[spec.name], spec.dtype) for spec in graph.inputs]
+        self._kept += [self._handle(memory.array(name), self._dtypes[name]) for name in graph.state]
+        self._input_handles = (c_void_p * len(self._kept))()
+        self._output_handles = (c_void_p * len(graph.outputs))()
+        self._held_outputs = False
+
+    def _check_object(self, graph: Graph, memory: CpuMemory, label: str) -> None:
+        """The object's own list of what it needs against the record's: a difference would read the wrong memory."""
+        self._constants = self._object.constants()
+        problems = []
+        names = tuple(constant.name for constant in self._constants)
+        if names != graph.bindings:
+            problems.append(Problem(label, f"record binds {len(graph.bindings)} constants", f"object has {len(names)}, or other names"))
+        else:
+            for constant in self._constants:
+                array = memory.array(constant.name)
+                if constant.bytes != array.nbytes:
+                    problems.append(Problem(f"{label}: {constant.name}", f"{array.nbytes} bytes", f"{constant.bytes} bytes in the object"))
+        counts = self._object.counts()
+        wanted = (len(graph.inputs) + len(graph.state), len(graph.outputs))
+        if counts != wanted:
+            problems.append(Problem(label, f"{wanted[0]} inputs, {wanted[1]} outputs", f"{counts[0]} and {counts[1]} in the object"))
+        if problems:
+            raise CorruptArchiveError(f"the object of bucket {graph.bucket} is not the one the record describes", problems)
+
+    def _bind(self, memory: CpuMemory) -> None:
+        handles = {c.key: self._handle(memory.array(c.name), self._dtypes[c.name]) for c in self._constants}
+        self._object.bind(handles)
+        self._bound = list(handles.values())
+
+    def _handle(self, array: np.ndarray, dtype: str) -> c_void_p:
+        return self._torch.tensor(array.ctypes.data, dtype, array.shape, row_major_strides(array.shape))
+
+    def run(self, inputs: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """Run one step in place. `inputs` must already have been checked against the graph's specs."""
+        self._release_outputs()
+        for name, value in inputs.items():
+            self._inputs[name][...] = value
+        # The object consumes one reference to every input, so each call hands it fresh handles to the same tensors.
+        for index, handle in enumerate(self._kept):
+            slot = c_void_p()
+            self._torch.duplicate(handle, byref(slot))
+            self._input_handles[index] = slot.value
+        self._object.run(self._input_handles, len(self._kept), self._output_handles, len(self._graph.outputs))
+        self._held_outputs = True
+        return {
+            spec.name: self._output(self._output_handles[index], spec) for index, spec in enumerate(self._graph.outputs)
+        }
+
+    def _output(self, handle: int | None, spec: TensorSpec) -> np.ndarray:
+        address = c_void_p()
+        self._torch.data_pointer(handle, byref(address))
+        buffer = (ctypes.c_char * spec.bytes).from_address(address.value or 0)
+        return np.frombuffer(buffer, dtype=DTYPES[spec.dtype].numpy).reshape(spec.shape)
+
+    def _release_outputs(self) -> None:
+        if self._held_outputs:
+            for handle in self._output_handles:
+                self._torch.delete(handle)
+            self._held_outputs = False
+
+    def close(self) -> None:
+        self._release_outputs()
+        for handle in self._kept:
+            self._torch.delete(handle)
+        self._kept.clear()
+        self._object.close()
+        for handle in self._bound:
+            self._torch.delete(handle)
+        self._bound.clear()
