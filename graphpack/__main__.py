@@ -1,0 +1,155 @@
+"""The program: run one command line, print its answer or its failure, give the exit status."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, TextIO
+
+from graphpack import process
+from graphpack.errors import GraphpackError, Problem, StorageError, UsageError
+
+if TYPE_CHECKING:
+    import click
+
+    from graphpack.cli import Answer
+
+CLOSED_PIPE = 128 + signal.SIGPIPE
+REFUSED_BY_SYSTEM = {
+    getattr(errno, name)
+    for name in ("EACCES", "EDQUOT", "EFBIG", "EIO", "EMFILE", "ENFILE", "ENOLCK", "ENOSPC", "EPERM", "EROFS")
+}
+
+
+class _StoppedError(GraphpackError):
+    """A signal as an error: 130 for SIGINT, 143 for SIGTERM."""
+
+    def __init__(self, number: int) -> None:
+        name = signal.Signals(number).name
+        super().__init__(f"stopped by {name}; nothing is left half-written")
+        self.code = 128 + number
+        self.kind = "interrupted" if number == signal.SIGINT else "terminated"
+
+
+def main() -> int:
+    """Run the command line of this process."""
+    process.prepare()
+    return run(sys.argv[1:])
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run `arguments`: the answer on standard output, all else on standard error."""
+    as_json = _wants_json(arguments)
+    try:
+        answer = _invoke(arguments)
+        if isinstance(answer, int):
+            return answer
+        _print_answer(answer, as_json)
+        if answer.refusal is not None:
+            return answer.refusal.code if as_json else _fail(answer.refusal, as_json=False)
+        return 0
+    except BrokenPipeError:
+        process.abandon_stdout()
+        return CLOSED_PIPE
+    except process.Interrupted as stop:
+        return _fail(_StoppedError(stop.number), as_json=as_json)
+    except GraphpackError as error:
+        return _fail(error, as_json=as_json)
+    except OSError as error:
+        if error.errno not in REFUSED_BY_SYSTEM:
+            return _fail(_bug(error), as_json=as_json)
+        about = "" if error.filename is None else f"{error.filename}: "
+        return _fail(StorageError(f"{about}{error.strerror}"), as_json=as_json)
+    except Exception as error:  # noqa: BLE001 - the one place that turns a bug into its exit status
+        return _fail(_bug(error), as_json=as_json)
+
+
+def _invoke(arguments: Sequence[str]) -> Answer | int:
+    """Parse and run; an exit status for what click answers itself, such as `--help`."""
+    import click
+
+    from graphpack.cli import COMPLETION_VARIABLE, cli
+
+    instruction = os.environ.get(COMPLETION_VARIABLE)
+    if instruction is not None:
+        from click.shell_completion import shell_complete
+
+        return shell_complete(cli, {}, "graphpack", COMPLETION_VARIABLE, instruction)
+    try:
+        with cli.make_context("graphpack", list(arguments)) as context:
+            answer: Answer = cli.invoke(context)
+            return answer
+    except click.exceptions.Exit as stop:
+        sys.stdout.flush()
+        return stop.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        _print([error.format_message()], sys.stderr)
+        return error.exit_code
+    except click.ClickException as error:
+        raise _usage(error) from error
+
+
+def _usage(error: click.ClickException) -> UsageError:
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "graphpack"
+    parameter = getattr(error, "param", None)
+    where = "" if parameter is None or context is None else parameter.get_error_hint(context).strip("'")
+    return UsageError(error.format_message(), [Problem(where, hint=f"see {command} --help")])
+
+
+def _bug(error: Exception) -> GraphpackError:
+    traceback.print_exception(error)
+    advice = "this is a bug in graphpack: please report it with the lines above"
+    return GraphpackError(f"internal error: {type(error).__name__}: {error}", [Problem("", hint=advice)])
+
+
+def _print_answer(answer: Answer, as_json: bool) -> None:
+    from graphpack import documents
+
+    if not as_json:
+        _print(answer.lines, sys.stdout)
+    elif answer.refusal is None:
+        _print([documents.dumps(answer.document)], sys.stdout)
+    else:
+        _print([documents.dumps({**answer.document, **documents.of_error(answer.refusal)})], sys.stdout)
+
+
+def _fail(error: GraphpackError, *, as_json: bool) -> int:
+    """Print a failure and give its exit status."""
+    from graphpack import documents, report
+
+    try:
+        if as_json:
+            _print([documents.dumps(documents.of_error(error))], sys.stdout)
+        else:
+            _print(report.of_error(error), sys.stderr)
+    except OSError as failure:
+        process.abandon_stdout()
+        if not isinstance(failure, BrokenPipeError):
+            _print(report.of_error(error), sys.stderr)
+    return error.code
+
+
+def _print(lines: Iterable[str], stream: TextIO) -> None:
+    print("\n".join(lines), file=stream, flush=True)
+
+
+def _wants_json(arguments: Sequence[str]) -> bool:
+    """Whether `--format json` is there, also where the rest cannot be parsed. Of several, the last counts."""
+    chosen = ""
+    for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
+        if argument == "--":
+            break
+        if argument == "--format":
+            chosen = following
+        elif argument.startswith("--format="):
+            chosen = argument.removeprefix("--format=")
+    return chosen == "json"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""What each command answers, as plain data: the JSON output, described by `docs/cli-output.schema.json`.
+
+`inspect` reads the archive here; the other commands hand over their results.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from graphpack.errors import GraphpackError
+from graphpack.results import BenchRow, LoadedEntry, SaveResult
+from graphpack.schema import to_plain
+
+SCHEMA_VERSION = 1
+
+Document = dict[str, Any]
+
+
+def document(command: str, **content: Any) -> Document:
+    """The answer of a command: `content` made of maps, lists and scalars that JSON can hold."""
+    return {"schema_version": SCHEMA_VERSION, "command": command, **_jsonable(content)}
+
+
+def of_error(error: GraphpackError) -> Document:
+    return {"schema_version": SCHEMA_VERSION, "error": error.as_dict()}
+
+
+def of_save(result: SaveResult) -> Document:
+    return document("save", **to_plain(result))
+
+
+def of_load(archive: Path, entries: Sequence[tuple[LoadedEntry, Sequence[BenchRow]]]) -> Document:
+    """`bench` of an entry is empty unless it was asked for."""
+    rows = [{**to_plain(entry), "bench": to_plain(bench)} for entry, bench in entries]
+    return document("load", archive=archive, entries=rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """`refusal` is why `content` holds no more than the entries' headers."""
+
+    content: Document
+    refusal: GraphpackError | None = None
+
+
+def inspect(path: Path, names: Sequence[str], *, graphs: bool = False, kernels: bool = False) -> Inspection:
+    """Read the archive's records and nothing else. A later format still shows its headers."""
+    from graphpack.archive.store import Archive
+    from graphpack.errors import UnsupportedFormatError
+
+    archive = Archive.open(path)
+    try:
+        entries = archive.find(names or None)
+    except UnsupportedFormatError as error:
+        headers = [_header(header) for header in archive.headers()]
+        return Inspection(document("inspect", archive=path, entries=headers), error)
+    details = [_entry(entry, graphs=graphs, kernels=kernels) for entry in entries]
+    return Inspection(document("inspect", archive=path, entries=details))
+
+
+def dumps(content: Document) -> str:
+    """One line of ASCII, so that no terminal, locale or name can break it."""
+    return json.dumps(content, ensure_ascii=True, allow_nan=False)
+
+
+def _header(header: Any) -> Document:
+    return header
+
+
+def _entry(entry: Any, *, graphs: bool, kernels: bool) -> Document:
+    record = entry.record
+    plain = to_plain(record)
+    sizes = {blob.digest: blob for blob in record.blobs}
+    weights = {"root": record.weights.root, "bytes": record.weights.bytes, "tensors": len(record.weights.tensors)}
+    layout = {**plain["layout"], "regions": len(record.layout.regions)}
+    details: Document = {
+        "name": record.entry.name,
+        "tag": entry.ref.tag,
+        "digest": entry.ref.digest,
+        "format": plain["format"],
+        "features": plain["features"],
+        "producer": plain["producer"],
+        "backend": record.entry.backend,
+        "mode": record.entry.mode,
+        "model": plain["model"],
+        "weights": weights,
+        "layout": layout,
+        "environment": {"checked": plain["environment"], "informational": plain["informational"]},
+        "settings": plain["settings"],
+        "graphs": [_graph(graph, sizes, whole=graphs) for graph in record.graphs],
+        "blobs": {"count": len(record.blobs), "bytes": sum(blob.size for blob in record.blobs)},
+    }
+    if kernels:
+        details["kernels"] = _kernels(record, sizes)
+    return details
+
+
+def _graph(graph: Any, sizes: Mapping[str, Any], *, whole: bool) -> Document:
+    plain: Document = to_plain(graph)
+    row = {
+        **plain.pop("bucket"),
+        "nodes": graph.nodes,
+        "object_bytes": sizes[graph.object].content_size,
+        "topology": graph.topology,
+        "tolerance": graph.tolerance,
+        "deviation": graph.deviation,
+        "golden_steps": graph.golden_steps,
+    }
+    return {**plain, **row} if whole else row
+
+
+def _kernels(record: Any, sizes: Mapping[str, Any]) -> list[Document]:
+    """The compiled objects, each once, with the buckets that run it."""
+    buckets: dict[str, list[str]] = {}
+    for graph in record.graphs:
+        buckets.setdefault(graph.object, []).append(str(graph.bucket))
+    return [
+        {
+            "digest": digest,
+            "bytes": sizes[digest].content_size,
+            "stored_bytes": sizes[digest].size,
+            "isa": record.settings.cpu_isa,
+            "buckets": users,
+        }
+        for digest, users in buckets.items()
+    ]
+
+
+def _jsonable(value: Any) -> Any:
+    """JSON has no bytes, paths, NaN or infinity: bytes become hex digits, the others text."""
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return str(value) if isinstance(value, Path) else value

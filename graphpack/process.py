@@ -1,0 +1,74 @@
+"""The process around a command: its standard streams and its signals."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import NoReturn
+
+STDOUT, STDERR = 1, 2
+
+
+class Interrupted(BaseException):
+    """A signal asked the command to stop. Not an Exception, so that only `finally` blocks notice it on its way out."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+def prepare() -> None:
+    """Make the standard streams usable whatever the caller closed, and turn SIGINT and SIGTERM into `Interrupted`."""
+    _open_missing_descriptors()
+    sys.stdout = _text_stream(sys.stdout, STDOUT)
+    sys.stderr = _text_stream(sys.stderr, STDERR)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+
+
+def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
+    # Shells, `timeout` and containers often send a signal to the process and again to its group: the second one must
+    # not stop the cleaning up that the first one began. SIGQUIT still ends the process at once.
+    for other in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(other, signal.SIG_IGN)
+    raise Interrupted(number)
+
+
+def _open_missing_descriptors() -> None:
+    # With a standard descriptor closed, the next file opened would take its number, and stray output would land in it.
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+
+
+def _text_stream(stream: object, descriptor: int) -> io.TextIOWrapper:
+    if not isinstance(stream, io.TextIOWrapper):
+        stream = open(descriptor, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - lives as long as the process
+    stream.reconfigure(errors="backslashreplace")
+    return stream
+
+
+@contextlib.contextmanager
+def stray_output_to_stderr() -> Iterator[None]:
+    """Keep standard output for the answer: what models, compilers and their children print goes to standard error."""
+    sys.stdout.flush()
+    kept = os.dup(STDOUT)
+    os.dup2(STDERR, STDOUT)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, STDOUT)
+        os.close(kept)
+
+
+def abandon_stdout() -> None:
+    """After a failed write: let the interpreter's last flush go nowhere instead of failing again."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, STDOUT)
+    os.close(nowhere)

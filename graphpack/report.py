@@ -1,0 +1,315 @@
+"""Everything printed. Results go to stdout, progress, notes and errors to stderr.
+
+Only progress bars use rich, on a terminal. Results are plain aligned lines: nothing is wrapped, cut or interpreted, and
+control characters, which an archive could use to rewrite the screen, are shown as escapes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from graphpack.documents import Document
+from graphpack.errors import GraphpackError
+from graphpack.results import BenchRow, LoadedEntry, Observer, SaveResult
+
+SECONDS_BETWEEN_LINES = 30.0
+WIDEST_PADDING = 60
+
+
+def printable(text: object) -> str:
+    """The whole text on one line, everything that is not a visible character or a blank escaped."""
+    return "".join(char if char.isprintable() else _escape(char) for char in str(text))
+
+
+def _escape(char: str) -> str:
+    code = ord(char)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def columns(rows: Sequence[Sequence[object]], indent: str = "  ") -> list[str]:
+    """Left-aligned columns. A cell wider than the padding pushes its own line out and no other."""
+    cells = [[printable(cell) for cell in row] for row in rows]
+    count = max((len(row) for row in cells), default=0)
+    widths = [min(max((len(row[i]) for row in cells if i < len(row)), default=0), WIDEST_PADDING) for i in range(count)]
+    return [
+        (indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False))).rstrip()
+        for row in cells
+    ]
+
+
+def of_error(error: GraphpackError) -> list[str]:
+    """Where, what the archive has, what is here; then what to do, each advice once."""
+    shown = [p for p in error.problems if p.archived or p.here or (p.where and p.where not in error.message)]
+    count = f" ({len(shown)} problem{'s' if len(shown) > 1 else ''})" if shown else ""
+    archived = [f"archived {problem.archived}" if problem.archived else "" for problem in shown]
+    here = [f"here {problem.here}" if problem.here else "" for problem in shown]
+    where = [problem.where for problem in shown]
+    rows = list(zip(where, archived, here, strict=True)) if any(archived) else list(zip(where, here, strict=True))
+    hints = dict.fromkeys(printable(problem.hint) for problem in error.problems if problem.hint)
+    return [f"error: {printable(error.message)}{count}", *columns(rows), *(f"  -> {hint}" for hint in hints)]
+
+
+def of_save(result: SaveResult) -> list[str]:
+    graphs = [
+        (f"{row.batch_size}x{row.seq_len}", row.nodes, size(row.object_bytes), _seconds(row.seconds_capture), topology)
+        for row, topology in zip(result.graphs, result.topology, strict=True)
+    ]
+    facts = [
+        ("weights", result.weights_root),
+        ("layout", result.layout_fingerprint),
+        ("settings", result.settings_digest),
+        ("written", size(result.bytes_written)),
+        ("seconds", _stages(result.stages)),
+    ]
+    return [
+        f"{result.action}: {printable(result.name)} in {printable(result.archive)}",
+        *columns([("graph", "nodes", "object", "capture", "topology"), *graphs]),
+        *columns(facts),
+    ]
+
+
+def of_load(entries: Sequence[tuple[LoadedEntry, Sequence[BenchRow]]]) -> list[str]:
+    lines: list[str] = []
+    for entry, bench in entries:
+        lines += [*_loaded(entry), *_benched(bench)]
+    return lines
+
+
+def _loaded(entry: LoadedEntry) -> list[str]:
+    graphs = "1 graph" if entry.graphs == 1 else f"{entry.graphs} graphs"
+    captures = "1 capture" if entry.captures == 1 else f"{entry.captures} captures"
+    facts: list[tuple[object, ...]] = [
+        ("seconds", _stages(entry.stages)),
+        ("weights", f"{size(entry.weights_bytes)}, {entry.weights_mode}"),
+        *(
+            (("ladder" if i == 0 else ""), _rung(rung.name, rung.state, rung.note))
+            for i, rung in enumerate(entry.ladder)
+        ),
+        ("proven", "; ".join(entry.proven) or "nothing"),
+        ("not proven", "; ".join(entry.not_proven) or "nothing left out"),
+    ]
+    verified = [
+        (
+            f"{row.batch_size}x{row.seq_len}",
+            row.steps,
+            f"{row.max_difference:.3g}",
+            f"{row.tolerance:.3g}",
+            "yes" if row.bit_identical else "no",
+            row.argmax_compared,
+        )
+        for row in entry.verified
+    ]
+    titles = ("verified", "steps", "largest difference", "tolerance", "bit-identical", "argmax compared")
+    return [
+        f"restored {printable(entry.name)} on {printable(entry.device)}: {graphs}, {captures}",
+        *columns(facts),
+        *(columns([titles, *verified]) if verified else []),
+    ]
+
+
+def _rung(name: str, state: str, note: str) -> str:
+    return f"{state:<8} {name}{f' ({note})' if note else ''}"
+
+
+def _benched(rows: Sequence[BenchRow]) -> list[str]:
+    if not rows:
+        return []
+    table = [(f"{r.batch_size}x{r.seq_len}", r.steps, f"{r.median_ms:.3f} ms", f"{r.min_ms:.3f} ms") for r in rows]
+    return columns([("bench", "steps", "median", "fastest"), *table])
+
+
+def of_inspect(content: Document) -> list[str]:
+    lines = [f"archive {printable(content['archive'])}"]
+    for entry in content["entries"]:
+        lines += ["", *_inspected(entry)]
+    return lines
+
+
+def _inspected(entry: Document) -> list[str]:
+    lines = [f"entry {printable(entry.get('name') or entry['tag'])}"]
+    for title in ("tag", "digest", "magic", "format", "producer", "features", "backend", "mode"):
+        if title in entry:
+            lines += _fields(title, _short(title, entry[title]))
+    for title in ("model", "weights", "layout", "settings"):
+        if title in entry:
+            lines += _section(title, entry[title])
+    for kind, fields in entry.get("environment", {}).items():
+        lines += _section(f"environment, {kind}", fields)
+    if entry.get("graphs"):
+        lines += _graphs(entry["graphs"])
+    if "kernels" in entry:
+        table = [(k["digest"], size(k["bytes"]), k["isa"], " ".join(k["buckets"])) for k in entry["kernels"]]
+        lines += columns([("kernels", "size", "isa", "graphs"), *table])
+    return lines
+
+
+def _short(title: str, value: Any) -> Any:
+    if title == "format":
+        return f"{value['major']}.{value['minor']}"
+    if title == "producer":
+        return f"{value['name']} {value['version']}"
+    if title == "features":
+        return "; ".join(f"{operation}: {', '.join(names)}" for operation, names in value.items() if names) or "none"
+    return value
+
+
+def _fields(title: str, value: Any) -> list[str]:
+    return [f"  {title:<10} {printable(value)}"]
+
+
+def _section(title: str, fields: Document) -> list[str]:
+    return [f"  {title}", *columns(list(_flat(fields)), "    ")]
+
+
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted key and value of every leaf."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _flat(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list) and not any(isinstance(item, (dict, list)) for item in value):
+        yield key, ", ".join(str(item) for item in value)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _flat(item, f"{key}[{index}]")
+    else:
+        yield key, "-" if value is None else str(value)
+
+
+def _graphs(graphs: Iterable[Document]) -> list[str]:
+    rows = [
+        (
+            f"{graph['batch_size']}x{graph['seq_len']}",
+            graph["nodes"],
+            size(graph["object_bytes"]),
+            graph["golden_steps"],
+            f"{graph['tolerance']:.3g}" if isinstance(graph["tolerance"], float) else graph["tolerance"],
+            graph["topology"],
+        )
+        for graph in graphs
+    ]
+    lines = columns([("graph", "nodes", "object", "golden steps", "tolerance", "topology"), *rows])
+    for graph in graphs:
+        if "inputs" in graph:
+            lines += [f"  graph {graph['batch_size']}x{graph['seq_len']}", *columns(list(_details(graph)), "    ")]
+    return lines
+
+
+def _details(graph: Document) -> Iterator[tuple[str, ...]]:
+    for direction in ("inputs", "outputs"):
+        for spec in graph[direction]:
+            shape = "x".join(str(extent) for extent in spec["shape"]) or "scalar"
+            bounds = f"{spec['minimum']} to {spec['maximum']}" if spec["minimum"] is not None else ""
+            yield direction.removesuffix("s"), spec["name"], spec["dtype"], shape, bounds
+    yield "object", graph["object"]
+    yield "golden", graph["golden"]
+    yield "state", f"{len(graph['state'])} regions"
+    yield "bindings", f"{len(graph['bindings'])} weights and constants"
+
+
+def of_models(models: Iterable[Document]) -> list[str]:
+    rows = [(model["name"], model["dtype"], size(model["weight_bytes"]), model["description"]) for model in models]
+    return columns([("name", "dtype", "weights", "what it is"), *rows], "")
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f} s"
+
+
+def _stages(stages: Any) -> str:
+    parts = [f"{name} {seconds:.2f}" for name, seconds in stages.items()]
+    return ", ".join([*parts, f"total {sum(stages.values()):.2f}"])
+
+
+@contextmanager
+def observer(stream: TextIO) -> Iterator[Observer]:
+    """Progress on `stream`: a bar on a terminal, else a line for each bucket and now and then one for long reads."""
+    if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        yield _Lines(stream)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    name = TextColumn("{task.description}", markup=False)
+    detail = TextColumn("{task.fields[detail]}", markup=False)
+    shown = (SpinnerColumn(), name, BarColumn(bar_width=20), detail, TimeElapsedColumn())
+    with Progress(*shown, console=Console(file=stream, highlight=False), transient=True) as progress:
+        yield _Bar(progress)
+
+
+class _Lines:
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.rate = _Rate()
+        self.printed = time.monotonic()
+
+    def stage(self, name: str) -> None:
+        self.rate.restart(name)
+
+    def bytes(self, what: str, done: int, total: int) -> None:
+        text = self.rate.text(what, done, total)
+        if time.monotonic() - self.printed > SECONDS_BETWEEN_LINES:
+            self._print(f"{what}: {text}")
+
+    def bucket(self, batch_size: int, seq_len: int, text: str) -> None:
+        self._print(f"{batch_size}x{seq_len} {text}")
+
+    def note(self, text: str) -> None:
+        self._print(f"note: {text}")
+
+    def _print(self, text: str) -> None:
+        self.printed = time.monotonic()
+        print(printable(text), file=self.stream, flush=True)
+
+
+class _Bar:
+    def __init__(self, progress: Any) -> None:
+        self.progress = progress
+        self.task = progress.add_task("starting", total=None, detail="")
+        self.rate = _Rate()
+
+    def stage(self, name: str) -> None:
+        self.rate.restart(name)
+        self.progress.reset(self.task, description=printable(name), total=None, detail="")
+
+    def bytes(self, what: str, done: int, total: int) -> None:
+        detail = self.rate.text(what, done, total)
+        self.progress.update(self.task, description=printable(what), completed=done, total=total, detail=detail)
+
+    def bucket(self, batch_size: int, seq_len: int, text: str) -> None:
+        self._print(f"{batch_size}x{seq_len} {text}")
+
+    def note(self, text: str) -> None:
+        self._print(f"note: {text}")
+
+    def _print(self, text: str) -> None:
+        self.progress.console.print(printable(text), markup=False, soft_wrap=True)
+
+
+class _Rate:
+    """Bytes so far and bytes a second of what is being read now."""
+
+    def __init__(self) -> None:
+        self.restart("")
+
+    def restart(self, what: str) -> None:
+        self.what = what
+        self.began = time.monotonic()
+
+    def text(self, what: str, done: int, total: int) -> str:
+        if what != self.what:
+            self.restart(what)
+        elapsed = time.monotonic() - self.began
+        rate = f", {size(done / elapsed)}/s" if elapsed > 0.5 else ""
+        return f"{size(done)} of {size(total)}{rate}"
