@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -16,7 +17,22 @@ from graphpack.schema import Count, Digest, Positive, Rule, matching, one_of
 FORMAT_MAJOR = 1
 FORMAT_MINOR = 0
 
-EntryName = Annotated[str, matching("a registry tag: [A-Za-z0-9_][A-Za-z0-9._-]{0,127}", "[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")]
+_TAG = "[A-Za-z0-9_][A-Za-z0-9._-]{0,127}"
+EntryName = Annotated[str, matching(f"a registry tag: `{_TAG}`", _TAG)]
+Revision = Annotated[str, matching("40 lower-case hexadecimal digits", "[0-9a-f]{40}")]
+Distance = Annotated[float, Rule("finite, at least 0", lambda value: math.isfinite(value) and value >= 0)]
+
+
+def _without_bytes(value: Any) -> bool:
+    if type(value) is dict:
+        return all(_without_bytes(item) for item in value.values())
+    if type(value) is list:
+        return all(_without_bytes(item) for item in value)
+    return type(value) is not bytes
+
+
+PlainMap = Annotated[Mapping[str, Any], Rule("without byte strings at any depth", _without_bytes)]
+"""Any values that JSON can hold too."""
 
 _frozen = dataclass(frozen=True, slots=True, kw_only=True)
 
@@ -57,9 +73,9 @@ class Model:
     source: Annotated[str, one_of("builtin", "checkpoint", "factory")]
     reference: str
     architecture: str
-    config: Mapping[str, Any]
+    config: PlainMap
     config_digest: Digest
-    revision: Annotated[str | None, Rule("40 hexadecimal digits or nil", lambda v: v is None or (len(v) == 40 and set(v) <= set("0123456789abcdef")))]
+    revision: Revision | None
     requested_dtype: Annotated[str, one_of("auto", *COMPUTE_DTYPES)]
     stored_dtype: DtypeName
     effective_dtype: ComputeDtype
@@ -131,7 +147,8 @@ class Settings:
 
 @_frozen
 class Graph:
-    """One captured graph. `bindings` are the names of weight and constant regions in the object's own order.
+    """One captured graph. `bindings` are the names of weight and constant regions in the object's own order;
+    `state` are the regions it updates in place, each of which must be in the layout just so.
 
     `tolerance` is the largest absolute difference from a golden value that a replay may show; it and
     `deviation`, the difference from eager measured at save, are in units of the logits.
@@ -143,12 +160,12 @@ class Graph:
     object: Digest
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    state: tuple[str, ...]
+    state: tuple[TensorSpec, ...]
     bindings: tuple[str, ...]
     golden: Digest
     golden_steps: Positive
-    tolerance: float
-    deviation: float
+    tolerance: Distance
+    deviation: Distance
 
 
 @_frozen
@@ -156,8 +173,8 @@ class Blob:
     """`size` is that of the file, `content_size` that of the decompressed bytes."""
 
     digest: Digest
-    size: Count
-    content_size: Count
+    size: Positive
+    content_size: Positive
     media_type: str
 
 
@@ -175,5 +192,5 @@ class Record:
     graphs: tuple[Graph, ...]
     constants: Digest | None
     blobs: tuple[Blob, ...]
-    extensions: Mapping[str, Any]
-    informational: Mapping[str, Any]
+    extensions: PlainMap
+    informational: PlainMap
