@@ -17,10 +17,10 @@ Data = bytes | mmap.mmap
 _PAGE = 4096
 _STRING_LIMIT = 16 * 1024
 _TEXT_LIMIT = 32 * 1024 * 1024
-_SEGMENT_LIMIT = 256
+_SEGMENT_LIMIT = 64
 _DYNAMIC_LIMIT = 4096
 _VERSION_LIMIT = 4096
-_SYMBOL_LIMIT = 1 << 20
+_SYMBOL_LIMIT = 1 << 18
 _RELOCATION_LIMIT = 1 << 22
 
 _HEADER = Struct("<4sBBBB8xHHIQQQIHHHHHH")
@@ -35,8 +35,11 @@ _WORD = Struct("<I")
 _HASH_HEADER = Struct("<II")
 _GNU_HASH_HEADER = Struct("<IIII")
 
-_MACHINES = {62: "x86_64", 183: "aarch64"}
-_TYPES = {1: "relocatable", 2: "executable", 3: "shared", 4: "core"}
+MACHINES = {"x86_64": 62, "aarch64": 183}
+"""The number an object for a machine carries, by the kernel's name of the machine."""
+
+SHARED_OBJECT = 3
+"""The type of a library."""
 
 _PT_LOAD, _PT_DYNAMIC, _PT_GNU_STACK = 1, 2, 0x6474E551
 _EXECUTE = 1
@@ -59,14 +62,14 @@ class ElfError(ValueError):
 class ElfFile:
     """What the dynamic loader reads of an object.
 
-    `machine` is the kernel's name for it (`x86_64`, `aarch64`) or its number; `type` is `shared` for a library.
-    `needed` holds every library the loader would open for it, filters included. `version_needs` maps a library to the
-    symbol versions it must define; weak ones, which the loader does without, are left out. `undefined` are the symbols
-    the loader has to find elsewhere. An object without a stack header gets an executable stack.
+    `machine` is one of `MACHINES` or another number; `type` is `SHARED_OBJECT` for a library. `needed` holds every
+    library the loader would open for it, filters included. `version_needs` maps a library to the symbol versions it
+    must define; weak ones, which the loader does without, are left out. `undefined` are the symbols the loader has to
+    find elsewhere. An object without a stack header gets an executable stack.
     """
 
-    machine: str
-    type: str
+    machine: int
+    type: int
     needed: tuple[str, ...]
     soname: str | None
     rpath: str | None
@@ -77,7 +80,7 @@ class ElfFile:
     executable_stack: bool
 
 
-def read_elf(data: Data) -> ElfFile:
+def parse(data: Data) -> ElfFile:
     """Read everything. Raises ElfError."""
     image = _Image(data)
     return ElfFile(
@@ -97,8 +100,8 @@ def read_elf(data: Data) -> ElfFile:
 def read_version_definitions(data: Data, machine: str) -> tuple[str, ...]:
     """The symbol versions a library defines. Touches few pages. Raises ElfError, also for another machine's library."""
     image = _Image(data)
-    if image.machine != machine:
-        raise ElfError(f"built for {image.machine}, not {machine}")
+    if image.machine != MACHINES.get(machine):
+        raise ElfError(f"built for machine {image.machine}, not {machine}")
     return image.version_definitions()
 
 
@@ -196,8 +199,8 @@ class _Image:
             raise ElfError(f"program headers of {entry_size} bytes, expected {_SEGMENT.size}")
         if count > _SEGMENT_LIMIT:
             raise ElfError(f"{count} program headers, at most {_SEGMENT_LIMIT} are read")
-        self.machine = _MACHINES.get(machine, str(machine))
-        self.type = _TYPES.get(kind, str(kind))
+        self.machine = machine
+        self.type = kind
         self.segments = [self._segment(table + index * _SEGMENT.size) for index in range(count)]
 
     def _segment(self, position: int) -> _Segment:

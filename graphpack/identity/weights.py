@@ -1,0 +1,246 @@
+"""Weights by content: a Merkle digest for each tensor and one root over all of them.
+
+A tensor's digest covers its bytes alone, so it does not change when a checkpoint is cut into other files. The root
+covers names, dtypes, shapes and digests. `docs/format.md`, section "Digests", is the authority.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from graphpack.archive.record import Weights, WeightTensor
+from graphpack.errors import Problem, WeightsMismatchError
+from graphpack.identity.digests import Tag, digest_of
+from graphpack.schema import shown
+
+LEAF_BYTES = 1 << 20
+_DIGEST_BYTES = 32
+_MOST_THREADS = 16
+_PROGRESS_SECONDS = 0.1
+
+_OTHER_WEIGHTS = "pass --weights with the checkpoint this entry was saved from, or save again"
+
+
+class StoredTensor(Protocol):
+    """Where a tensor's bytes are; `offset` and `bytes` count bytes."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def file(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+
+
+class WeightSource(Protocol):
+    """What hashing needs of a source of weights. Names in `aliases` are not in `tensors`."""
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]: ...
+    @property
+    def aliases(self) -> Mapping[str, str]: ...
+    @property
+    def files(self) -> Sequence[Path]: ...
+    def read_into(self, file: int, offset: int, target: memoryview) -> None: ...
+    def changed(self) -> list[Problem]: ...
+
+
+def hash_weights(
+    source: WeightSource, *, progress: Callable[[int], None] | None = None, threads: int | None = None
+) -> Weights:
+    """Read every byte once, in file order, and hash it; as many threads as the process has processors unless told.
+
+    `progress` is called from this thread, about ten times a second and at the end, with the bytes done so far.
+    Raises WeightsMismatchError if a file changed while being read, and whatever `source.read_into` raises.
+    """
+    digests = _tensor_digests(source.tensors, source.read_into, progress, threads or _default_threads())
+    changed = source.changed()
+    if changed:
+        raise WeightsMismatchError("the weights changed while being read", changed)
+    rows = _rows(source, digests)
+    size = sum(tensor.bytes for tensor in source.tensors.values())
+    return Weights(root=weights_root(rows), bytes=size, tensors=rows)
+
+
+def weights_root(tensors: Iterable[WeightTensor]) -> str:
+    """The digest of all tensors together; their order does not matter."""
+    rows = sorted((tensor.name, tensor.dtype, tensor.shape, tensor.digest) for tensor in tensors)
+    return digest_of(Tag.ROOT, [[name, dtype, list(shape), digest] for name, dtype, shape, digest in rows])
+
+
+def check_weights(archived: Weights, here: Weights, source: WeightSource | None = None) -> list[Problem]:
+    """Every difference in structure and content. With the source, problems name the file a tensor came from."""
+    rows = {tensor.name: tensor for tensor in archived.tensors}
+    found = {tensor.name: tensor for tensor in here.tensors}
+    places = _places(source) if source else {}
+    return [*_self_problems(archived), *_structure(rows, found, places), *_content(rows, found, places)]
+
+
+def check_structure(archived: Weights, source: WeightSource) -> list[Problem]:
+    """Every difference in names, dtypes, shapes and aliases. Reads no weights."""
+    rows = {tensor.name: tensor for tensor in archived.tensors}
+    found = {tensor.name: tensor for tensor in _rows(source, {})}
+    return [*_self_problems(archived), *_structure(rows, found, _places(source))]
+
+
+# Hashing.
+
+
+class _Leaf(NamedTuple):
+    """A chunk of a tensor and where its digest goes."""
+
+    file: int
+    offset: int
+    length: int
+    digests: bytearray
+    place: int
+
+
+def _tensor_digests(
+    tensors: Mapping[str, StoredTensor],
+    read_into: Callable[[int, int, memoryview], None],
+    progress: Callable[[int], None] | None,
+    threads: int,
+) -> dict[str, str]:
+    leaf_digests: dict[str, bytearray] = {}
+    leaves: deque[_Leaf] = deque()
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].file, item[1].offset)):
+        starts = range(0, tensor.bytes, LEAF_BYTES)
+        leaf_digests[name] = digests = bytearray(len(starts) * _DIGEST_BYTES)
+        for index, start in enumerate(starts):
+            length = min(LEAF_BYTES, tensor.bytes - start)
+            leaves.append(_Leaf(tensor.file, tensor.offset + start, length, digests, index * _DIGEST_BYTES))
+
+    done = [0] * threads
+    with ThreadPoolExecutor(threads, "graphpack-hash") as pool:
+        try:
+            workers = {pool.submit(_hash_leaves, leaves, read_into, done, worker) for worker in range(threads)}
+            _await(workers, done, progress)
+        finally:
+            leaves.clear()  # What makes the threads stop after an error or an interrupt.
+    return {name: _tensor_digest(tensors[name].bytes, digests) for name, digests in leaf_digests.items()}
+
+
+def _hash_leaves(
+    leaves: deque[_Leaf], read_into: Callable[[int, int, memoryview], None], done: list[int], worker: int
+) -> None:
+    """One thread: take the next leaf, read it behind the tag byte, hash both. Reading and hashing release the GIL."""
+    buffer = memoryview(bytearray(Tag.LEAF.value) + bytearray(LEAF_BYTES))
+    while True:
+        try:
+            leaf = leaves.popleft()
+        except IndexError:
+            return
+        read_into(leaf.file, leaf.offset, buffer[1 : 1 + leaf.length])
+        digest = hashlib.sha256(buffer[: 1 + leaf.length]).digest()
+        leaf.digests[leaf.place : leaf.place + _DIGEST_BYTES] = digest
+        done[worker] += leaf.length
+
+
+def _await(workers: set[Future[None]], done: list[int], progress: Callable[[int], None] | None) -> None:
+    while workers:
+        finished, workers = wait(workers, _PROGRESS_SECONDS if progress else None, FIRST_EXCEPTION)
+        for worker in finished:
+            worker.result()
+        if progress:
+            progress(sum(done))
+
+
+def _tensor_digest(size: int, leaf_digests: bytearray) -> str:
+    return hashlib.sha256(Tag.TENSOR.value + size.to_bytes(8, "little") + leaf_digests).hexdigest()
+
+
+def _default_threads() -> int:
+    return min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+
+
+def _rows(source: WeightSource, digests: Mapping[str, str]) -> tuple[WeightTensor, ...]:
+    """The record's rows by name; digests that are not given stay empty."""
+    rows = []
+    for name in sorted({*source.tensors, *source.aliases}):
+        original = source.aliases.get(name)
+        tensor = source.tensors[original or name]
+        digest = digests.get(original or name, "")
+        rows.append(WeightTensor(name=name, dtype=tensor.dtype, shape=tensor.shape, digest=digest, alias_of=original))
+    return tuple(rows)
+
+
+# Comparing.
+
+
+def _self_problems(archived: Weights) -> list[Problem]:
+    """A record whose weights contradict themselves."""
+    problems = []
+    seen: set[str] = set()
+    for tensor in archived.tensors:
+        if tensor.name in seen:
+            problems.append(Problem(shown(tensor.name), archived="recorded twice", hint="the record is damaged"))
+        seen.add(tensor.name)
+    root = weights_root(archived.tensors)
+    if archived.root != root:
+        hint = "the record contradicts its own list of tensors; save again"
+        problems.append(Problem("weights.root", _short(archived.root), f"computed {_short(root)}", hint))
+    return problems
+
+
+def _structure(
+    archived: Mapping[str, WeightTensor], here: Mapping[str, WeightTensor], places: Mapping[str, str]
+) -> list[Problem]:
+    problems = []
+    for name in sorted({*archived, *here}):
+        old, new, place = archived.get(name), here.get(name), places.get(name, "")
+        if old is None or new is None:
+            sides = [f"{row.dtype} {list(row.shape)}" if row else "missing" for row in (old, new)]
+            problems.append(Problem(shown(name), sides[0], sides[1] + (place if new else ""), _OTHER_WEIGHTS))
+            continue
+        for field, before, after in (
+            ("dtype", old.dtype, new.dtype),
+            ("shape", list(old.shape), list(new.shape)),
+            ("tied to", old.alias_of, new.alias_of),
+        ):
+            if before != after:
+                archived_side = f"{field} {shown(before or 'nothing')}"
+                here_side = f"{field} {shown(after or 'nothing')}{place}"
+                problems.append(Problem(shown(name), archived_side, here_side, _OTHER_WEIGHTS))
+    return problems
+
+
+def _content(
+    archived: Mapping[str, WeightTensor], here: Mapping[str, WeightTensor], places: Mapping[str, str]
+) -> list[Problem]:
+    """Tensors on both sides whose bytes differ; those that stand in each other's place are named in pairs."""
+    different = [name for name in sorted(archived) if name in here and archived[name].digest != here[name].digest]
+    holders = {archived[name].digest: name for name in different}
+    partner = {name: holders[here[name].digest] for name in different if here[name].digest in holders}
+    swapped = {name for name in partner if partner.get(partner[name]) == name}
+    problems = []
+    for name in different:
+        hint = _OTHER_WEIGHTS
+        if name in swapped:
+            one, other = sorted((name, partner[name]))
+            hint = f"{len(swapped)} tensors swapped: {shown(one)} <-> {shown(other)}"
+        new = _short(here[name].digest) + places.get(name, "")
+        problems.append(Problem(shown(name), _short(archived[name].digest), new, hint))
+    return problems
+
+
+def _places(source: WeightSource) -> dict[str, str]:
+    """For each tensor read from a file, words that name it."""
+    if not source.files:
+        return {}
+    names = {name: source.aliases.get(name, name) for name in (*source.tensors, *source.aliases)}
+    return {name: f" in {shown(source.files[source.tensors[held].file].name)}" for name, held in names.items()}
+
+
+def _short(digest: str) -> str:
+    return digest[:12]
