@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -181,13 +182,13 @@ def _select(
     """The model's tensors, tied ones included where they are stored. Raises with all that are missing or unfit."""
     order = {name: index for index, name in enumerate(names)}
     stored: dict[str, StoredTensor] = {}
+    absent: dict[str, Problem] = {}
     problems: list[Problem] = []
     for name, shape in shapes.items():
         file_name = SINGLE_NAME if located is None else located.get(name)
         entry = headers[order[file_name]].get(name) if file_name is not None else None
         if file_name is None or entry is None:
-            if name not in ties or (located is not None and file_name is not None):
-                problems.append(_missing(name, file_name, located is not None))
+            absent[name] = _missing(name, file_name, located is not None)
             continue
         if entry.shape != shape:
             hint = f"{CONFIG_NAME} asks for {list(shape)}"
@@ -196,6 +197,14 @@ def _select(
             hint = "graphpack runs " + ", ".join(COMPUTE_DTYPES)
             problems.append(Problem(name, here=f"dtype {entry.dtype}", hint=hint))
         stored[name] = StoredTensor(name, entry.dtype, entry.shape, order[file_name], entry.offset, entry.bytes)
+    for tied, original in ties.items():
+        # Either name may be the stored one: some writers keep the last of two tensors that share memory.
+        if original not in stored and tied in stored:
+            stored[original] = replace(stored.pop(tied), name=original)
+        for name in (tied, original):
+            if original in stored and (located is None or name not in located):
+                absent.pop(name, None)
+    problems = [*absent.values(), *problems]
     if problems:
         raise WeightsMismatchError(f"{directory}: the weights are not those of its {CONFIG_NAME}", problems)
     return stored

@@ -54,9 +54,8 @@ class ResolvedModel:
 
     def code_digest(self) -> str:
         """SHA-256, in hexadecimal, over the names and the bytes of the source files that define the module."""
-        lines = [
-            f"{name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n" for name, file in sorted(self._sources().items())
-        ]
+        sources = sorted(self._sources().items())
+        lines = [f"{name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n" for name, file in sources]
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def build(self, weights: WeightSource, dtype: str) -> StepModel:
