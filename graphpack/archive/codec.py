@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 
 import msgpack  # type: ignore[import-untyped]
 
-from graphpack.archive.record import FORMAT_MAJOR, FORMAT_MINOR
+from graphpack.archive.record import FORMAT_MAJOR, FORMAT_MINOR, FormatVersion, Producer
 from graphpack.errors import CorruptArchiveError, Problem, UnsupportedFormatError
-from graphpack.schema import COUNT_LIMIT, Plain, shown
+from graphpack.schema import COUNT_LIMIT, Plain, SchemaProblems, from_plain, shown, to_plain
 
 MAGIC = bytes.fromhex("8947504b0d0a1a0a")
 HEADER = struct.Struct("<8sHHI")
@@ -34,15 +34,10 @@ COMPRESSION_LEVEL = 9
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What can be said of a record of any version. `producer` is empty where it could not be read."""
+    """What can be said of a record of any version. `producer` is None where it could not be read."""
 
-    major: int
-    minor: int
-    producer: str
-
-    @property
-    def version(self) -> str:
-        return f"{self.major}.{self.minor}"
+    format: FormatVersion
+    producer: Producer | None
 
 
 def corrupt(where: str, reason: str) -> CorruptArchiveError:
@@ -212,14 +207,13 @@ def read_head(data: bytes, where: str) -> Head:
 
     Raises CorruptArchiveError where the frame itself is damaged.
     """
-    major, minor, payload = _split_frame(data, where)
+    version, payload = _split_frame(data, where)
     try:
         plain = unpack(payload, where)
     except CorruptArchiveError:
-        return Head(major, minor, "")  # of this major it is an error, which `unframe_record` reports
+        return Head(version, None)  # of this major it is an error, which `unframe_record` reports
     producer = plain.get("producer") if type(plain) is dict else None
-    words = [producer.get("name"), producer.get("version")] if type(producer) is dict else []
-    return Head(major, minor, " ".join(shown(word) for word in words if type(word) is str))
+    return Head(version, from_plain(Producer, producer, "producer", SchemaProblems([], [])))
 
 
 def unframe_record(data: bytes, where: str) -> dict[str, Any]:
@@ -227,33 +221,33 @@ def unframe_record(data: bytes, where: str) -> dict[str, Any]:
 
     Raises UnsupportedFormatError for another major, CorruptArchiveError for everything else.
     """
-    major, minor, payload = _split_frame(data, where)
-    if major != FORMAT_MAJOR:
-        raise unsupported_version(read_head(data, where))
+    version, payload = _split_frame(data, where)
+    if version.major != FORMAT_MAJOR:
+        raise _unsupported(read_head(data, where))
     plain = unpack(payload, where)
     if type(plain) is not dict:
         raise corrupt(where, "the record is not a map")
-    if plain.get("format") != {"major": major, "minor": minor}:
-        raise corrupt(where, f"the header says format {major}.{minor}, the record {shown(plain.get('format'))}")
+    if plain.get("format") != to_plain(version):
+        raise corrupt(where, f"its header says format {version}, its payload {shown(plain.get('format'))}")
     return plain
 
 
-def unsupported_version(head: Head) -> UnsupportedFormatError:
-    here = f"{FORMAT_MAJOR}.{FORMAT_MINOR}"
-    advice = "use a newer graphpack" if head.major > FORMAT_MAJOR else "save again with this graphpack"
-    problems = [Problem("format", head.version, here, advice)]
+def _unsupported(head: Head) -> UnsupportedFormatError:
+    newer = head.format.major > FORMAT_MAJOR
+    advice = "use a newer graphpack" if newer else "save again with this graphpack"
+    problems = [Problem("format", str(head.format), f"{FORMAT_MAJOR}.{FORMAT_MINOR}", advice)]
     if head.producer:
-        problems.append(Problem("producer", head.producer))
-    return UnsupportedFormatError(f"format {head.version} is not one this graphpack reads", problems)
+        problems.append(Problem("producer", shown(f"{head.producer.name} {head.producer.version}")))
+    return UnsupportedFormatError(f"format {head.format} is not one this graphpack reads", problems)
 
 
-def _split_frame(data: bytes, where: str) -> tuple[int, int, bytes]:
+def _split_frame(data: bytes, where: str) -> tuple[FormatVersion, bytes]:
     if len(data) < HEADER.size or not data.startswith(MAGIC):
         raise corrupt(where, "not a graphpack record")
     _, major, minor, length = HEADER.unpack_from(data)
     if len(data) != HEADER.size + length:
         raise corrupt(where, f"{len(data)} bytes long where its header says {HEADER.size + length}")
-    return major, minor, data[HEADER.size :]
+    return FormatVersion(major=major, minor=minor), data[HEADER.size :]
 
 
 # --- zstd

@@ -34,16 +34,17 @@ def _without_bytes(value: Any) -> bool:
 PlainMap = Annotated[Mapping[str, Any], Rule("without byte strings at any depth", _without_bytes)]
 """Any values that JSON can hold too."""
 
-_frozen = dataclass(frozen=True, slots=True, kw_only=True)
 
-
-@_frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FormatVersion:
     major: Count
     minor: Count
 
+    def __str__(self) -> str:
+        return f"{self.major}.{self.minor}"
 
-@_frozen
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Features:
     """Named features a reader must know to do each operation; `optional` ones may be ignored."""
 
@@ -53,20 +54,20 @@ class Features:
     optional: tuple[str, ...] = ()
 
 
-@_frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Producer:
     name: str
     version: str
 
 
-@_frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EntryIdentity:
     name: EntryName
     backend: Annotated[str, one_of("cpu", "cuda")]
     mode: Annotated[str, one_of("full")]
 
 
-@_frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     """`code` is the SHA-256 of the source files that define the module: an edited model is stale."""
 
@@ -82,7 +83,7 @@ class Model:
     code: Digest
 
 
-@_frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightTensor:
     """`alias_of` names the tensor whose bytes this one shares (tied embeddings); its digest is then the same."""
 
@@ -93,14 +94,14 @@ class WeightTensor:
     alias_of: str | None
 
 
-@_frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
     root: Digest
     bytes: Count
     tensors: tuple[WeightTensor, ...]
 
 
-@_frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """On CPU there is no arena: base, bytes and granularity are 0 and regions stand in binding order."""
 
@@ -113,7 +114,7 @@ class Layout:
     regions: tuple[Region, ...]
 
 
-@_frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TorchBuild:
     """`version` with its local part (`2.13.0+cpu`), and the git commit torch says it was built from."""
 
@@ -121,7 +122,7 @@ class TorchBuild:
     git_version: str
 
 
-@_frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
     """What the entry needs of the machine. All but `informational` fields of section 'Environment' are checked."""
 
@@ -132,7 +133,7 @@ class Environment:
     torch: TorchBuild
 
 
-@_frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """Everything the caller chose that changes a graph."""
 
@@ -145,7 +146,7 @@ class Settings:
     deterministic_algorithms: bool
 
 
-@_frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
     """One captured graph. `bindings` are the names of weight and constant regions in the object's own order;
     `state` are the regions it updates in place, each of which must be in the layout just so.
@@ -168,7 +169,7 @@ class Graph:
     deviation: Distance
 
 
-@_frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Blob:
     """`size` is that of the file, `content_size` that of the decompressed bytes."""
 
@@ -178,7 +179,7 @@ class Blob:
     media_type: str
 
 
-@_frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     format: FormatVersion
     features: Features

@@ -1,0 +1,176 @@
+"""What a record must be beyond the types of its fields. Pure: record in, problems out.
+
+Each part of a record is judged by the rung of the ladder that owns it: a contradiction in the weights is a weights
+problem, one in the layout or the settings a layout problem, everything else is a corrupt archive.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from math import prod
+from typing import Any, Literal
+
+from graphpack.archive import oci
+from graphpack.archive.codec import unframe_record
+from graphpack.archive.record import FORMAT_MINOR, Features, Graph, Record
+from graphpack.dtypes import DTYPES
+from graphpack.errors import CorruptArchiveError, Problem, UnsupportedFormatError
+from graphpack.schema import SchemaProblems, from_plain, shown
+
+Operation = Literal["inspect", "verify", "load"]
+
+FEATURES: frozenset[str] = frozenset()
+"""The features this version knows. Format 1.0 has none: all that is in it is required of every reader."""
+
+FLOAT32_TOLERANCE_LIMIT = 2e-4
+"""Largest tolerance a float32 graph may record: a larger one would let wrong outputs pass for verified."""
+
+
+def decode_record(data: bytes, where: str) -> Record:
+    """The record in the file `where`.
+
+    Raises CorruptArchiveError with all that is malformed or contradicts itself; UnsupportedFormatError for another
+    major version, for keys this version does not know, and for what needs features that it does not know.
+    """
+    plain = unframe_record(data, where)
+    problems = SchemaProblems([], [])
+    record = from_plain(Record, plain, "", problems)
+    if record is None:
+        raise _refusal(plain, problems, where)
+    _check_extensions(record, where)
+    contradictions = check_record(record)
+    if contradictions:
+        raise CorruptArchiveError(f"{where}: the record contradicts itself", contradictions)
+    return record
+
+
+def _refusal(
+    plain: dict[str, Any], problems: SchemaProblems, where: str
+) -> CorruptArchiveError | UnsupportedFormatError:
+    """Which error a record is refused with. What needs an unknown feature may well look malformed to this version."""
+    features = from_plain(Features, plain.get("features"), "features", SchemaProblems([], []))
+    needed = {*features.inspect, *features.verify, *features.load} - FEATURES if features else set()
+    if needed:
+        return UnsupportedFormatError(f"{where}: the record needs a newer graphpack", _unknown_features(needed))
+    if problems.malformed:
+        return CorruptArchiveError(f"{where}: the record is malformed", [*problems.malformed, *problems.unknown])
+    return UnsupportedFormatError(f"{where}: the record has keys this graphpack does not know", problems.unknown)
+
+
+def _unknown_features(names: Iterable[str]) -> list[Problem]:
+    return [
+        Problem("features", shown(name), "unknown", "use a newer graphpack, or save again") for name in sorted(names)
+    ]
+
+
+def _check_extensions(record: Record, where: str) -> None:
+    """Only a later minor version may extend a record, and each extension belongs to a named feature."""
+    features = record.features
+    named = {*features.inspect, *features.verify, *features.load, *features.optional}
+    newer = record.format.minor > FORMAT_MINOR
+    unknown = [key for key in record.extensions if not newer or key not in named]
+    if unknown:
+        problems = [Problem(f"extensions.{key}", shown(record.extensions[key]), "unknown key") for key in unknown]
+        raise UnsupportedFormatError(f"{where}: the record has extensions this graphpack does not know", problems)
+
+
+def check_features(record: Record, operation: Operation) -> list[Problem]:
+    """The features that `operation` needs and this version does not know (exit 5). Every operation inspects."""
+    features = record.features
+    wanted = {"inspect": (), "verify": features.verify, "load": features.load}[operation]
+    return _unknown_features({*features.inspect, *wanted} - FEATURES)
+
+
+def check_record(record: Record) -> list[Problem]:
+    """Graphs against blobs, names, tolerances (exit 4)."""
+    problems = _check_blobs(record)
+    for position, graph in enumerate(record.graphs):
+        problems += _check_graph(f"graphs[{position}]", graph, record.model.effective_dtype)
+    return problems
+
+
+def _check_blobs(record: Record) -> list[Problem]:
+    problems = []
+    digests = [blob.digest for blob in record.blobs]
+    if digests != sorted(set(digests)):
+        problems.append(Problem("blobs", "not sorted by digest, each once"))
+    if not record.graphs:
+        problems.append(Problem("graphs", "empty", "at least one"))
+    uses = [
+        (f"graphs[{position}].object", graph.object, oci.OBJECT_TYPE) for position, graph in enumerate(record.graphs)
+    ]
+    uses += [
+        (f"graphs[{position}].golden", graph.golden, oci.GOLDEN_TYPE) for position, graph in enumerate(record.graphs)
+    ]
+    if record.constants is not None:
+        uses.append(("constants", record.constants, oci.CONSTANTS_TYPE))
+    types = {blob.digest: blob.media_type for blob in record.blobs}
+    for where, digest, media_type in uses:
+        if types.get(digest) != media_type:
+            problems.append(Problem(where, digest, f"must be one of blobs, of type {media_type}"))
+    unused = types.keys() - {digest for _, digest, _ in uses}
+    problems += [Problem("blobs", digest, "nothing in the record uses it") for digest in sorted(unused)]
+    return problems
+
+
+def _check_graph(where: str, graph: Graph, dtype: str) -> list[Problem]:
+    problems = _repeated(f"{where}.inputs", (spec.name for spec in graph.inputs))
+    problems += _repeated(f"{where}.outputs", (spec.name for spec in graph.outputs))
+    problems += _repeated(f"{where}.state", (spec.name for spec in graph.state))
+    tolerance = f"{graph.tolerance:g}"
+    if dtype == "float32" and graph.tolerance > FLOAT32_TOLERANCE_LIMIT:
+        problems.append(Problem(f"{where}.tolerance", tolerance, f"at most {FLOAT32_TOLERANCE_LIMIT:g} for float32"))
+    if dtype != "float32" and graph.tolerance == 0:
+        problems.append(Problem(f"{where}.tolerance", tolerance, f"above 0 for {dtype}"))
+    return problems
+
+
+def check_record_weights(record: Record) -> list[Problem]:
+    """The sizes and aliases of a record's own tensors (exit 7)."""
+    tensors = {tensor.name: tensor for tensor in record.weights.tensors}
+    problems = []
+    size = 0
+    for tensor in record.weights.tensors:
+        if tensor.alias_of is None:
+            size += prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
+            continue
+        original = tensors.get(tensor.alias_of)
+        if original is None or original.alias_of is not None or original.digest != tensor.digest:
+            problems.append(
+                Problem(f"weights.tensors.{tensor.name}.alias_of", shown(tensor.alias_of), "no such tensor")
+            )
+    if size != record.weights.bytes:
+        problems.append(Problem("weights.bytes", str(record.weights.bytes), f"its tensors have {size}"))
+    return problems
+
+
+def check_record_layout(record: Record) -> list[Problem]:
+    """The graphs against the record's layout and settings (exit 8)."""
+    settings = record.settings
+    problems = []
+    asked = Counter((batch, seq) for seq in settings.seq_lens for batch in settings.batch_sizes)
+    captured = Counter((graph.bucket.batch_size, graph.bucket.seq_len) for graph in record.graphs)
+    for batch, seq in sorted((asked | captured).keys()):
+        if not asked[batch, seq] == captured[batch, seq] == 1:
+            counts = f"{captured[batch, seq]} graphs of bucket {batch}x{seq}"
+            problems.append(Problem("graphs", counts, f"{asked[batch, seq]} asked for in settings"))
+    needed = max(settings.batch_sizes, default=0) + 1
+    if settings.slots < needed:
+        problems.append(Problem("settings.slots", str(settings.slots), f"at least {needed} for these batch sizes"))
+    kinds = {region.name: region.kind for region in record.layout.regions}
+    for position, graph in enumerate(record.graphs):
+        bindings = ("weight", "constant")
+        problems += _unplaced(f"graphs[{position}].bindings", graph.bindings, kinds, bindings)
+        problems += _unplaced(f"graphs[{position}].state", (spec.name for spec in graph.state), kinds, ("state",))
+    return problems
+
+
+def _unplaced(where: str, names: Iterable[str], kinds: Mapping[str, str], wanted: tuple[str, ...]) -> list[Problem]:
+    """Names that are not those of a region of the wanted kinds."""
+    here = f"no {' or '.join(wanted)} region of this name"
+    return [Problem(where, shown(name), here) for name in names if kinds.get(name) not in wanted]
+
+
+def _repeated(where: str, names: Iterable[str]) -> list[Problem]:
+    return [Problem(where, shown(name), f"named {count} times") for name, count in Counter(names).items() if count > 1]

@@ -1,0 +1,189 @@
+"""The JSON documents of an OCI image layout: what graphpack writes, and the checks on what it reads.
+
+`index.json` may have been rewritten by skopeo, oras or a registry client, so it may hold descriptors and annotations
+of others; every field that graphpack itself relies on is checked. A manifest is never rewritten: its digest names it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from graphpack.archive.codec import corrupt, decode_json, encode_json
+from graphpack.archive.record import Blob
+from graphpack.errors import Problem, UnsupportedFormatError
+from graphpack.schema import COUNT_LIMIT, Plain, shown
+
+LAYOUT_FILE = "oci-layout"
+INDEX_FILE = "index.json"
+BLOBS = "blobs/sha256"
+
+LAYOUT_LIMIT = 4 << 10
+INDEX_LIMIT = 4 << 20
+MANIFEST_LIMIT = 4 << 20
+TAG_LIMIT = 255
+
+LAYOUT_VERSION = "1.0.0"
+MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
+ENTRY_TYPE = "application/vnd.graphpack.entry.v1"
+RECORD_TYPE = "application/vnd.graphpack.record.v1"
+OBJECT_TYPE = "application/vnd.graphpack.object.v1+zstd"
+GOLDEN_TYPE = "application/vnd.graphpack.golden.v1+zstd"
+CONSTANTS_TYPE = "application/vnd.graphpack.constants.v1+zstd"
+TAG_ANNOTATION = "org.opencontainers.image.ref.name"
+
+_DIGEST = re.compile("sha256:([0-9a-f]{64})")
+_DESCRIPTOR_KEYS = frozenset(("mediaType", "digest", "size", "urls", "annotations", "data", "artifactType", "platform"))
+"""All that the image specification 1.1 defines. Another key is a damaged one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    """Points at a blob; `digest` is the hexadecimal part, `tag` None where there is none.
+
+    `annotated` tells of annotations, whatever they are.
+    """
+
+    media_type: str
+    digest: str
+    size: int
+    tag: str | None = None
+    annotated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """`index.json` as it was read, kept whole so that what others put there survives, and its descriptors in order."""
+
+    document: dict[str, Any]
+    descriptors: tuple[Descriptor, ...]
+
+    def replacing(self, old: Collection[int], new: Descriptor) -> Index:
+        """Put `new` in the place of the descriptors at the positions `old`, else last. It takes its tag from others."""
+        manifests = [
+            _without_tag(raw, new.tag) for position, raw in enumerate(self.document["manifests"]) if position not in old
+        ]
+        manifests.insert(min(old, default=len(manifests)), _descriptor_document(new))
+        return parse_index({**self.document, "manifests": manifests})
+
+
+EMPTY_INDEX = Index({"schemaVersion": 2, "manifests": []}, ())
+
+
+def blob_file(digest: str) -> str:
+    return f"{BLOBS}/{digest}"
+
+
+def encode_layout() -> bytes:
+    return encode_json({"imageLayoutVersion": LAYOUT_VERSION})
+
+
+def check_layout(data: bytes) -> None:
+    """Raises CorruptArchiveError, or UnsupportedFormatError for another version of image layouts."""
+    version = decode_json(data, LAYOUT_LIMIT, LAYOUT_FILE).get("imageLayoutVersion")
+    if type(version) is not str:
+        raise corrupt(LAYOUT_FILE, "no imageLayoutVersion")
+    if version != LAYOUT_VERSION:
+        raise UnsupportedFormatError(
+            f"{LAYOUT_FILE}: an image layout of another version",
+            [Problem(LAYOUT_FILE, shown(version), LAYOUT_VERSION, "use a newer graphpack, or copy the archive again")],
+        )
+
+
+def decode_index(data: bytes) -> Index:
+    """Raises CorruptArchiveError."""
+    return parse_index(decode_json(data, INDEX_LIMIT, INDEX_FILE))
+
+
+def parse_index(document: Plain) -> Index:
+    if document.get("schemaVersion") != 2 or type(document.get("manifests")) is not list:
+        raise corrupt(INDEX_FILE, "not an OCI image index")
+    descriptors = tuple(
+        parse_descriptor(raw, f"manifests[{position}]", INDEX_FILE)
+        for position, raw in enumerate(document["manifests"])
+    )
+    return Index(document, descriptors)
+
+
+def parse_descriptor(raw: Plain, what: str, where: str) -> Descriptor:
+    """Raises CorruptArchiveError."""
+    if type(raw) is not dict or not raw.keys() <= _DESCRIPTOR_KEYS:
+        raise corrupt(where, f"{what} is not an OCI descriptor")
+    media_type, size, annotations = raw.get("mediaType"), raw.get("size"), raw.get("annotations", {})
+    digest = _DIGEST.fullmatch(raw["digest"]) if type(raw.get("digest")) is str else None
+    if type(media_type) is not str or digest is None or type(size) is not int or not 0 <= size <= COUNT_LIMIT:
+        raise corrupt(where, f"{what} has no valid mediaType, digest and size")
+    if type(annotations) is not dict or not all(type(text) is str for text in annotations.values()):
+        raise corrupt(where, f"{what}.annotations is not a map of texts")
+    tag = annotations.get(TAG_ANNOTATION)
+    if tag is not None and not (0 < len(tag) <= TAG_LIMIT and tag.isprintable()):
+        raise corrupt(where, f"{what} has a tag that cannot be one")
+    return Descriptor(media_type, digest[1], size, tag, bool(annotations))
+
+
+def encode_manifest(record: Descriptor, blobs: Sequence[Blob]) -> bytes:
+    return encode_json(_manifest_document(record, blobs))
+
+
+def decode_manifest(data: bytes, named: Descriptor) -> dict[str, Any] | None:
+    """The manifest of an entry that `index.json` names; None for anything else that an image layout may hold.
+
+    Raises CorruptArchiveError.
+    """
+    if ENTRY_TYPE.encode() not in data:
+        return None
+    document: dict[str, Any] = decode_json(data, MANIFEST_LIMIT, blob_file(named.digest))
+    if document.get("artifactType") != ENTRY_TYPE:
+        return None
+    if named.media_type != MANIFEST_TYPE or (named.annotated and not named.tag):
+        raise corrupt(
+            INDEX_FILE, f"the descriptor of {blob_file(named.digest)} has another type, or its tag is damaged"
+        )
+    return document
+
+
+def record_descriptor(document: dict[str, Any], where: str) -> Descriptor:
+    """Raises CorruptArchiveError."""
+    descriptor = parse_descriptor(document.get("config"), "config", where)
+    if descriptor.media_type != RECORD_TYPE:
+        raise corrupt(where, f"config is {shown(descriptor.media_type)}, not a record")
+    return descriptor
+
+
+def check_manifest(document: dict[str, Any], record: Descriptor, blobs: Sequence[Blob], where: str) -> None:
+    """The manifest must say what the record says, and nothing else. Raises CorruptArchiveError."""
+    expected = _manifest_document(record, blobs)
+    if document != expected:
+        keys = sorted(expected.keys() | document.keys())
+        wrong = [shown(key) for key in keys if document.get(key) != expected.get(key)]
+        raise corrupt(where, f"does not agree with its record about {', '.join(wrong)}")
+
+
+def _manifest_document(record: Descriptor, blobs: Sequence[Blob]) -> dict[str, Any]:
+    return {
+        "schemaVersion": 2,
+        "mediaType": MANIFEST_TYPE,
+        "artifactType": ENTRY_TYPE,
+        "config": _descriptor_document(record),
+        "layers": [_descriptor_document(Descriptor(blob.media_type, blob.digest, blob.size)) for blob in blobs],
+    }
+
+
+def _descriptor_document(descriptor: Descriptor) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "mediaType": descriptor.media_type,
+        "digest": f"sha256:{descriptor.digest}",
+        "size": descriptor.size,
+    }
+    if descriptor.tag:
+        document["annotations"] = {TAG_ANNOTATION: descriptor.tag}
+    return document
+
+
+def _without_tag(raw: dict[str, Any], tag: str | None) -> dict[str, Any]:
+    """A descriptor that has lost its tag to another, as registry tools do it."""
+    if tag is None or raw.get("annotations", {}).get(TAG_ANNOTATION) != tag:
+        return raw
+    return {key: value for key, value in raw.items() if key != "annotations"}
