@@ -94,7 +94,7 @@ def _user_line(chain: Sequence[BaseException]) -> str:
 def _refused_nodes(program: ExportedProgram) -> Iterator[Problem]:
     for node in program.graph.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-            if torch.Tag.nondeterministic_seeded in node.target.tags:
+            if torch.Tag.nondeterministic_seeded in node.target.tags and not _dropout_is_off(node):
                 yield Problem(_node_line(node), "", f"{node.target} draws random numbers", "sample outside the step")
                 continue
         elif node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -106,6 +106,18 @@ def _refused_nodes(program: ExportedProgram) -> Iterator[Problem]:
                 "use a mask of fixed shape instead",
             )  # fmt: skip
             return
+
+
+def _dropout_is_off(node: torch.fx.Node) -> bool:
+    """Whether an operation that can drop values was told not to: attention without dropout, dropout in evaluation."""
+    given = dict(node.kwargs)
+    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):  # type: ignore[union-attr]
+        given[argument.name] = value
+    return given.get("train") is False or ("dropout_p" in _argument_names(node) and given.get("dropout_p", 0.0) == 0.0)
+
+
+def _argument_names(node: torch.fx.Node) -> set[str]:
+    return {argument.name for argument in node.target._schema.arguments}  # type: ignore[union-attr]
 
 
 def _has_data_dependent_size(value: Any) -> bool:

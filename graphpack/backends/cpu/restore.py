@@ -73,7 +73,7 @@ class CpuGraph:
             raise
         self._inputs = {spec.name: np.zeros(spec.shape, DTYPES[spec.dtype].numpy) for spec in graph.inputs}
         self._kept: list[c_void_p] = [self._handle(self._inputs[spec.name], spec.dtype) for spec in graph.inputs]
-        self._kept += [self._handle(memory.array(name), self._dtypes[name]) for name in graph.state]
+        self._kept += [self._handle(memory.array(spec.name), spec.dtype) for spec in graph.state]
         self._input_handles = (c_void_p * len(self._kept))()
         self._output_handles = (c_void_p * len(graph.outputs))()
         self._held_outputs = False
@@ -88,8 +88,10 @@ class CpuGraph:
         else:
             for constant in self._constants:
                 array = memory.array(constant.name)
-                if constant.bytes != array.nbytes:
-                    problems.append(Problem(f"{label}: {constant.name}", f"{array.nbytes} bytes", f"{constant.bytes} bytes in the object"))
+                archived = (self._torch.dtype(memory.dtypes[constant.name]), _object_size(array.nbytes))
+                if (constant.dtype, constant.bytes) != archived:
+                    here = f"dtype {constant.dtype}, {constant.bytes} bytes in the object"
+                    problems.append(Problem(constant.name, f"dtype {archived[0]}, {archived[1]} bytes", here))
         counts = self._object.counts()
         wanted = (len(graph.inputs) + len(graph.state), len(graph.outputs))
         if counts != wanted:
@@ -125,7 +127,7 @@ class CpuGraph:
         address = c_void_p()
         self._torch.data_pointer(handle, byref(address))
         buffer = (ctypes.c_char * spec.bytes).from_address(address.value or 0)
-        return np.frombuffer(buffer, dtype=DTYPES[spec.dtype].numpy).reshape(spec.shape)
+        return np.frombuffer(memoryview(buffer), dtype=DTYPES[spec.dtype].numpy).reshape(spec.shape)
 
     def _release_outputs(self) -> None:
         if self._held_outputs:
@@ -142,3 +144,8 @@ class CpuGraph:
         for handle in self._bound:
             self._torch.delete(handle)
         self._bound.clear()
+
+
+def _object_size(size: int) -> int:
+    """AOTInductor gives sizes rounded up to its own alignment of constants (AOTI_CONST_ALIGNMENT, 64 bytes)."""
+    return -(-size // 64) * 64

@@ -1,0 +1,88 @@
+"""The captured objects run by graphpack's own runtime beside the eager model: bindings, tolerances and goldens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from graphpack import golden, lockstep
+from graphpack.archive.record import Graph
+from graphpack.backends.cpu.capture import CapturedGraph, binding_names
+from graphpack.backends.cpu.memory import CpuMemory
+from graphpack.backends.cpu.restore import CpuGraph, loaded_torch
+from graphpack.backends.cpu.runtime import CompiledObject
+from graphpack.errors import CaptureRefusedError, Problem
+from graphpack.graph import TensorSpec
+from graphpack.models.step import StepModel
+from graphpack.models.weights import WeightSource
+from graphpack.regions import expected_regions
+
+UNWRITTEN = "0" * 64
+"""Stands for the digest of a blob that is not in an archive yet."""
+
+
+def agree(
+    step: StepModel, captured: Sequence[CapturedGraph], source: WeightSource, dtype: str
+) -> tuple[tuple[Graph, ...], tuple[bytes, ...]]:
+    """Each captured graph as the record will describe it, its blobs still unwritten, and its encoded golden.
+
+    Raises CaptureRefusedError if an object does not hold exactly the model's tensors or disagrees with eager.
+    """
+    weights = {
+        name: TensorSpec(name=name, dtype=source.tensors[original].dtype, shape=source.tensors[original].shape)
+        for name, original in [*((name, name) for name in source.tensors), *source.aliases.items()]
+    }
+    constants = same_constants(captured)
+    specs = {name: spec for name, (spec, _) in constants.items()}
+    graphs = [_described(graph, frozenset(specs), source) for graph in captured]
+    regions = expected_regions(graphs, weights, specs, dtype)
+    data = {name: content for name, (_, content) in constants.items()}
+    memory = CpuMemory(regions, source, data, copy_weights=False)
+    proven, goldens = [], []
+    for graph, found in zip(graphs, captured, strict=True):
+        executable = CpuGraph(loaded_torch(), graph, found.code, memory)
+        try:
+            memory.reset_state()
+            module = step.module_for(graph.bucket)
+            result = lockstep.run(module, executable, graph.bucket, graph.inputs, graph.state, graph.outputs[0], dtype)
+        finally:
+            executable.close()
+        proven.append(replace(graph, tolerance=result.tolerance, deviation=result.deviation))
+        goldens.append(golden.encode(result.golden))
+    return tuple(proven), tuple(goldens)
+
+
+def same_constants(captured: Sequence[CapturedGraph]) -> Mapping[str, tuple[TensorSpec, bytes]]:
+    """The constants of all buckets, which must be the same tensors: one region serves them all."""
+    merged: dict[str, tuple[TensorSpec, bytes]] = {}
+    problems = []
+    for graph in captured:
+        for name, constant in graph.constants.items():
+            if merged.setdefault(name, constant) != constant:
+                problems.append(Problem(name, "", f"differs in bucket {graph.bucket}", "make it a state or an input"))
+    if problems:
+        raise CaptureRefusedError("a constant of the model differs from bucket to bucket", problems)
+    return merged
+
+
+def _described(found: CapturedGraph, constants: frozenset[str], source: WeightSource) -> Graph:
+    loaded = CompiledObject(loaded_torch(), found.code, f"object of bucket {found.bucket}")
+    try:
+        names = binding_names(loaded, frozenset(source.tensors), frozenset(source.aliases), constants, found.bucket)
+    finally:
+        loaded.close()
+    return Graph(
+        bucket=found.bucket,
+        topology=found.topology,
+        nodes=found.nodes,
+        object=UNWRITTEN,
+        inputs=found.inputs,
+        outputs=found.outputs,
+        state=found.state,
+        bindings=names,
+        golden=UNWRITTEN,
+        golden_steps=golden.STEPS,
+        tolerance=0.0,
+        deviation=0.0,
+    )
+

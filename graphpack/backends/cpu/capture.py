@@ -1,0 +1,133 @@
+"""The capturing half of the cpu backend: one traced and compiled object a bucket."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from graphpack.backends.cpu.compile import build, generate
+from graphpack.backends.cpu.export import TracedStep, trace
+from graphpack.backends.cpu.runtime import CompiledObject
+from graphpack.errors import CaptureRefusedError, Problem, UsageError
+from graphpack.graph import Bucket, TensorSpec
+from graphpack.identity.cpu_isa import CpuIsa
+from graphpack.models.step import StepModel
+
+_COMPILERS = 2
+"""g++ runs beside the tracing of the next bucket; each takes up to 1 GB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedGraph:
+    """One bucket's graph: `code` is the object, `constants` its tensors that no checkpoint has, as (spec, bytes)."""
+
+    bucket: Bucket
+    topology: str
+    nodes: int
+    code: bytes
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    state: tuple[TensorSpec, ...]
+    constants: dict[str, tuple[TensorSpec, bytes]]
+    seconds: float
+
+
+def capture(
+    step: StepModel,
+    buckets: Sequence[Bucket],
+    slots: int,
+    weights: frozenset[str],
+    isa: CpuIsa,
+    done: Callable[[CapturedGraph], None],
+) -> list[CapturedGraph]:
+    """Capture every bucket, the largest first so that what does not fit fails early. `done` is told of each.
+
+    `weights` are the names of all tensors of the checkpoint, tied names included.
+    Raises CaptureRefusedError as `trace`, `generate` and `build` do.
+    """
+    seq_len = max(bucket.seq_len for bucket in buckets)
+    state = step.state(slots, seq_len)
+    captured: list[CapturedGraph] = []
+    with tempfile.TemporaryDirectory(prefix="graphpack-") as scratch, ThreadPoolExecutor(_COMPILERS) as pool:
+        running: list[tuple[Bucket, TracedStep, float, Future[bytes]]] = []
+        try:
+            for bucket in sorted(buckets, reverse=True):
+                start = time.perf_counter()
+                module = step.module_for(bucket)
+                traced = trace(module, step.inputs(bucket, slots), state, weights)
+                _check_outputs(traced, step.outputs(bucket), bucket)
+                directory = Path(scratch) / str(bucket)
+                directory.mkdir()
+                generate(traced, isa, directory)
+                running.append((bucket, traced, start, pool.submit(build, directory)))
+            for bucket, traced, start, code in running:
+                graph = CapturedGraph(
+                    bucket=bucket,
+                    topology=traced.topology,
+                    nodes=traced.nodes,
+                    code=code.result(),
+                    inputs=step.inputs(bucket, slots),
+                    outputs=step.outputs(bucket),
+                    state=state,
+                    constants={name: _constant(name, value) for name, value in traced.constants.items()},
+                    seconds=time.perf_counter() - start,
+                )
+                captured.append(graph)
+                done(graph)
+        except BaseException:
+            for *_, code in running:
+                code.cancel()
+            raise
+    return sorted(captured, key=lambda graph: graph.bucket)
+
+
+def binding_names(
+    code: CompiledObject,
+    weights: frozenset[str],
+    aliases: frozenset[str],
+    constants: frozenset[str],
+    bucket: Bucket,
+) -> tuple[str, ...]:
+    """The object's constants in its own order, which must be exactly the checkpoint's tensors and `constants`.
+
+    A tensor missing from the object has become a literal in its code: other weights would replay stale. A tied
+    tensor may appear under either name or both, since its bytes are bound either way.
+    Raises CaptureRefusedError naming each difference.
+    """
+    names = tuple(constant.name for constant in code.constants())
+    missing = sorted((weights | constants) - set(names))
+    extra = sorted(set(names) - weights - aliases - constants)
+    problems = [Problem(name, "", "is not read by the compiled object", "remove it, or use it") for name in missing]
+    problems += [Problem(name, "", "is in the object but not in the model") for name in extra]
+    if problems:
+        raise CaptureRefusedError(f"the object of bucket {bucket} does not hold the model's tensors", problems)
+    return names
+
+
+def _constant(name: str, value: torch.Tensor) -> tuple[TensorSpec, bytes]:
+    dense = value.detach().contiguous()
+    spec = TensorSpec(name=name, dtype=str(dense.dtype).removeprefix("torch."), shape=tuple(dense.shape))
+    return spec, bytes(dense.reshape(-1).view(torch.uint8).numpy())
+
+
+def _check_outputs(traced: TracedStep, declared: Sequence[TensorSpec], bucket: Bucket) -> None:
+    """What the traced step gives must be what the model says it gives: the reader trusts the declaration."""
+    by_name = {node.name: node.meta["val"] for node in traced.program.graph.nodes if "val" in node.meta}
+    real = [by_name[name] for name in traced.program.graph_signature.user_outputs if isinstance(name, str)]
+    problems = []
+    if len(real) != len(declared):
+        problems.append(Problem("outputs", f"{len(declared)} declared", f"{len(real)} returned"))
+    for spec, value in zip(declared, real, strict=False):
+        here = (str(value.dtype).removeprefix("torch."), tuple(value.shape))
+        if here != (spec.dtype, spec.shape):
+            problems.append(Problem(spec.name, f"{spec.dtype} {list(spec.shape)}", f"{here[0]} {list(here[1])}"))
+        elif not value.is_contiguous():
+            problems.append(Problem(spec.name, "dense rows", f"strides {list(value.stride())}"))
+    if problems:
+        raise UsageError(f"the model's outputs for bucket {bucket} are not those it declares", problems)

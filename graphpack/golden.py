@@ -1,0 +1,276 @@
+"""Goldens: the inputs of a recorded run and enough of its outputs to tell whether another run is the same.
+
+A decode step is driven greedily for `STEPS` steps: the tokens are the eager model's own choices, fed to eager
+and graph alike, so that one tie cannot send the two down different texts. Every row's argmax is kept, and for
+some rows of each step (all of them when the batch is small, in turn when it is not) the largest logits, a fixed
+sample of the others and a SHA-256 of all. `docs/format.md`, section Goldens, gives the layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from graphpack.archive import codec
+from graphpack.convert import widened
+from graphpack.dtypes import DTYPES
+from graphpack.errors import CorruptArchiveError, Problem
+from graphpack.graph import Bucket, TensorSpec
+
+STEPS = 128
+TOP = 32
+SAMPLES = 64
+JOIN_SPREAD = 16
+"""Row r joins at step r % JOIN_SPREAD, so that rows stand at different positions and padding takes part."""
+SIZE_TARGET = 900_000
+"""Bytes of one golden before compression; batches too large for it record their rows in turn."""
+
+TOLERANCE_FLOAT32 = 2e-4
+TOLERANCE_HALF = 0.02
+"""Largest tolerance: absolute for float32; for bfloat16 and float16 a fraction of the range of the logits."""
+
+DECODE_INPUTS = ("token_ids", "positions", "slots")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Golden:
+    """Arrays by step. Shapes: inputs `[steps, ...]` each; argmax `[steps, batch]` int32; rows `[steps, n]` int32;
+    top_indices, top_values `[steps, n, top]`; sample_indices `[samples]`; sample_values `[steps, n, samples]`
+    float32; digests `[steps, n, 32]` uint8."""
+
+    inputs: Mapping[str, np.ndarray]
+    argmax: np.ndarray
+    rows: np.ndarray
+    top_indices: np.ndarray
+    top_values: np.ndarray
+    sample_indices: np.ndarray
+    sample_values: np.ndarray
+    digests: np.ndarray
+
+    @property
+    def steps(self) -> int:
+        return len(self.argmax)
+
+
+def is_decode(inputs: tuple[TensorSpec, ...]) -> bool:
+    return tuple(spec.name for spec in inputs) == DECODE_INPUTS
+
+
+class Driver:
+    """Chooses the inputs of each step: greedy decoding for a decode step, seeded values for anything else."""
+
+    def __init__(self, bucket: Bucket, inputs: tuple[TensorSpec, ...]) -> None:
+        self._bucket = bucket
+        self._inputs = inputs
+        self._decode = is_decode(inputs)
+        self._generator = np.random.Generator(np.random.PCG64(int(_seed(str(bucket)))))
+        if self._decode:
+            vocabulary = (inputs[0].maximum or 0) + 1
+            self._tokens = np.array([_seed(f"{bucket}:{row}") % vocabulary for row in range(bucket.batch_size)], np.int64)
+
+    def joined(self, step: int) -> np.ndarray:
+        """Which rows are real at this step: bool `[batch]`."""
+        rows = np.arange(self._bucket.batch_size)
+        return step >= rows % JOIN_SPREAD if self._decode else rows >= 0
+
+    def inputs(self, step: int) -> dict[str, np.ndarray]:
+        if not self._decode:
+            return {spec.name: self._seeded(spec) for spec in self._inputs}
+        rows = np.arange(self._bucket.batch_size)
+        real = self.joined(step)
+        scratch = self._inputs[2].maximum or 0
+        position = (step - rows % JOIN_SPREAD) % self._bucket.seq_len
+        return {
+            "token_ids": np.where(real, self._tokens, 0),
+            "positions": np.where(real, position, 0),
+            "slots": np.where(real, scratch - 1 - rows, scratch),
+        }
+
+    def _seeded(self, spec: TensorSpec) -> np.ndarray:
+        if DTYPES[spec.dtype].floating:
+            return self._generator.standard_normal(spec.shape).astype(DTYPES[spec.dtype].numpy)
+        low, high = spec.minimum or 0, spec.maximum if spec.maximum is not None else 1
+        return self._generator.integers(low, high, spec.shape, endpoint=True).astype(DTYPES[spec.dtype].numpy)
+
+    def advance(self, step: int, choice: np.ndarray) -> None:
+        """`choice` int64 `[batch]`: eager's argmax, the next token of every row that has joined."""
+        if self._decode:
+            self._tokens = np.where(self.joined(step), choice, self._tokens)
+
+
+class Recorder:
+    """Collects one run into a Golden."""
+
+    def __init__(self, bucket: Bucket, width: int, steps: int = STEPS) -> None:
+        top, samples = min(TOP, width), min(SAMPLES, width)
+        batch = bucket.batch_size
+        a_row = 32 + 8 * top + 4 * samples + 4
+        count = max(1, min(batch, (SIZE_TARGET // steps - 12 * batch) // a_row))
+        self._rows = np.stack([(np.arange(count) + step * count) % batch for step in range(steps)]).astype(np.int32)
+        self._top = top
+        self._samples = np.sort(np.random.Generator(np.random.PCG64(width)).permutation(width)[:samples]).astype(np.int32)
+        self._inputs: dict[str, list[np.ndarray]] = {}
+        self._parts: list[tuple[np.ndarray, ...]] = []
+
+    def add(self, inputs: Mapping[str, np.ndarray], output: np.ndarray, dtype: str) -> None:
+        for name, value in inputs.items():
+            self._inputs.setdefault(name, []).append(value.copy())
+        values = widened(output, dtype)
+        rows = self._rows[len(self._parts)]
+        some = values[rows]
+        order = np.argsort(-some, axis=1, kind="stable")[:, : self._top].astype(np.int32)
+        self._parts.append(
+            (
+                values.argmax(axis=1).astype(np.int32),
+                order,
+                np.take_along_axis(some, order, axis=1).astype(np.float32),
+                some[:, self._samples].astype(np.float32),
+                row_digests(output, rows),
+            )
+        )
+
+    def finish(self) -> Golden:
+        argmax, order, top, sampled, digests = (np.stack(part) for part in zip(*self._parts, strict=True))
+        return Golden(
+            inputs={name: np.stack(values) for name, values in self._inputs.items()},
+            argmax=argmax,
+            rows=self._rows[: len(self._parts)],
+            top_indices=order,
+            top_values=top,
+            sample_indices=self._samples,
+            sample_values=sampled,
+            digests=digests,
+        )
+
+
+def row_digests(output: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """SHA-256 of the raw bytes of each of `rows`, uint8 `[n, 32]`."""
+    return np.stack([np.frombuffer(hashlib.sha256(output[row].tobytes()).digest(), np.uint8) for row in rows])
+
+
+@dataclass(slots=True)
+class Comparison:
+    """A replay against a golden, step by step. Differences are absolute, in units of the output."""
+
+    golden: Golden
+    tolerance: float
+    steps: int = 0
+    max_difference: float = 0.0
+    argmax_compared: int = 0
+    bit_identical: bool = True
+    problems: list[Problem] = field(default_factory=list)
+
+    def add(self, output: np.ndarray, dtype: str) -> None:
+        golden, step = self.golden, self.steps
+        self.steps += 1
+        rows = golden.rows[step]
+        values = widened(output, dtype)
+        some = values[rows]
+        pairs = (
+            (np.take_along_axis(some, golden.top_indices[step], axis=1), golden.top_values[step]),
+            (some[:, golden.sample_indices], golden.sample_values[step]),
+        )
+        worst = max(_worst(here, archived) for here, archived in pairs)
+        self.max_difference = max(self.max_difference, worst)
+        self.bit_identical = self.bit_identical and bool((row_digests(output, rows) == golden.digests[step]).all())
+        if not worst <= self.tolerance:
+            self._differs(step, f"within {self.tolerance:.3g}", f"differs by {worst:.3g}")
+        # Rows whose two best logits are closer than the tolerance allows either to win; the others must agree.
+        top = golden.top_values[step]
+        clear = top[:, 0] - top[:, 1] > 2 * self.tolerance if top.shape[1] > 1 else np.ones(len(top), bool)
+        self.argmax_compared += int(clear.sum())
+        for row, choice in zip(rows[clear], golden.argmax[step][rows[clear]], strict=True):
+            here = int(values[row].argmax())
+            if here != choice:
+                self._differs(step, f"row {row} chooses {choice}", f"chooses {here}")
+
+    def _differs(self, step: int, archived: str, here: str) -> None:
+        if not self.problems:
+            self.problems.append(Problem(f"step {step}", archived, here))
+
+
+def _worst(here: np.ndarray, archived: np.ndarray) -> float:
+    difference = np.abs(here.astype(np.float64) - archived)
+    # Equal infinities are no difference (their subtraction is NaN); any other NaN must stay one and fail.
+    difference[here == archived] = 0
+    return float(difference.max(initial=0.0))
+
+
+def encode(golden: Golden) -> bytes:
+    parts = {name: getattr(golden, name) for name in _ARRAYS}
+    return codec.pack(
+        {
+            "steps": golden.steps,
+            "inputs": {name: value.tobytes() for name, value in golden.inputs.items()},
+            **{name: np.ascontiguousarray(value).tobytes() for name, value in parts.items()},
+        }
+    )
+
+
+def decode(data: bytes, bucket: Bucket, inputs: tuple[TensorSpec, ...], output: TensorSpec, where: str) -> Golden:
+    """A golden from its bytes, every size checked against the graph it belongs to.
+
+    Raises CorruptArchiveError naming `where`.
+    """
+    document = codec.unpack(data, where=where)
+    width = output.shape[-1]
+    try:
+        steps = document["steps"]
+        arrays = {name: np.frombuffer(document[name], dtype=dtype) for name, dtype in _ARRAYS.items()}
+        count = len(arrays["rows"]) // steps
+        top, samples = min(TOP, width), min(SAMPLES, width)
+        shapes = {
+            "argmax": (steps, bucket.batch_size),
+            "rows": (steps, count),
+            "top_indices": (steps, count, top),
+            "top_values": (steps, count, top),
+            "sample_indices": (samples,),
+            "sample_values": (steps, count, samples),
+            "digests": (steps, count, 32),
+        }
+        shaped = {name: array.reshape(shapes[name]) for name, array in arrays.items()}
+        given = {
+            spec.name: np.frombuffer(document["inputs"][spec.name], DTYPES[spec.dtype].numpy).reshape(steps, *spec.shape)
+            for spec in inputs
+        }
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise CorruptArchiveError("a golden is not what its graph describes", [Problem(where, "", str(error))]) from error
+    limits = {"rows": bucket.batch_size, "argmax": width, "top_indices": width, "sample_indices": width}
+    problems = [
+        Problem(where, f"{name} has an index out of range", f"0 to {limit - 1}")
+        for name, limit in limits.items()
+        if shaped[name].size and not (0 <= shaped[name].min() and shaped[name].max() < limit)
+    ]
+    if set(document) != {"steps", "inputs", *_ARRAYS} or len(document["inputs"]) != len(inputs) or count < 1:
+        problems.append(Problem(where, "has other parts than a golden", "see docs/format.md, Goldens"))
+    if problems:
+        raise CorruptArchiveError("a golden is not what its graph describes", problems)
+    return Golden(inputs=given, **shaped)
+
+
+_ARRAYS = {
+    "argmax": "<i4",
+    "rows": "<i4",
+    "top_indices": "<i4",
+    "top_values": "<f4",
+    "sample_indices": "<i4",
+    "sample_values": "<f4",
+    "digests": "u1",
+}
+
+
+def tolerance_cap(dtype: str, logit_range: float) -> float:
+    """The largest tolerance an entry of compute `dtype` may record."""
+    return TOLERANCE_FLOAT32 if dtype == "float32" else TOLERANCE_HALF * logit_range
+
+
+def recorded_tolerance(deviation: float, cap: float) -> float:
+    """Eight times what was measured here, for other processors; at least a twentieth of the cap, at most all of it."""
+    return min(cap, max(8 * deviation, cap / 20))
+
+
+def _seed(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "little")

@@ -1,0 +1,88 @@
+"""Where the weights of an archived entry are on this machine.
+
+A directory given by the caller, else the configured one, else the built-in model's own, else the directory they
+were saved from, if it is still there. The archive's word never makes code run: a factory is not called again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from graphpack.archive.record import Model, Record
+from graphpack.errors import Problem, WeightsMismatchError
+from graphpack.models.architecture import DecoderConfig
+from graphpack.models.checkpoint import open_checkpoint, read_config
+from graphpack.models.presets import PRESETS
+from graphpack.models.weights import WeightSource
+from graphpack.schema import shown
+
+SOURCE_PATH = "source_path"
+"""Key of the record's `informational` map: where the checkpoint was. A hint, never identity."""
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    source: WeightSource
+    notes: tuple[str, ...] = ()
+
+
+def locate_weights(record: Record, given: Path | None, configured: Path | None) -> Located:
+    """Open the weights of an entry, having checked that the model beside them is the archived one.
+
+    Raises WeightsMismatchError with every field of the configuration that differs, or if there is nowhere to look;
+    NotFoundError and StorageError as `open_checkpoint`.
+    """
+    directory = given or configured
+    if directory is not None:
+        return Located(_open(record, directory))
+    if record.model.source == "builtin":
+        return Located(_builtin(record.model))
+    hint = record.informational.get(SOURCE_PATH)
+    if type(hint) is str and Path(hint).is_dir():
+        return Located(_open(record, Path(hint)), (f"weights taken from where they were saved from: {hint}",))
+    name = record.entry.name
+    problem = Problem("weights", shown(hint) if hint else "", "not found", f"pass --weights {name}=DIR")
+    raise WeightsMismatchError(f"the weights of entry '{name}' are nowhere to be found", [problem])
+
+
+def _open(record: Record, directory: Path) -> WeightSource:
+    shapes = {tensor.name: tensor.shape for tensor in record.weights.tensors}
+    ties = {tensor.name: tensor.alias_of for tensor in record.weights.tensors if tensor.alias_of is not None}
+    if record.model.source == "factory":
+        return open_checkpoint(directory, shapes, ties)
+    config = read_config(directory)
+    _require_same(record.model, config, f"{directory}/config.json")
+    return open_checkpoint(directory, config.tensor_shapes(), config.ties())
+
+
+def _builtin(model: Model) -> WeightSource:
+    preset = PRESETS.get(model.reference)
+    if preset is None:
+        problem = Problem("model.reference", shown(model.reference), ", ".join(PRESETS), "pass --weights DIR")
+        raise WeightsMismatchError("this version has no built-in model of that name", [problem])
+    _require_same(model, preset.config, f"built-in {preset.name}")
+    return preset.open_weights()
+
+
+def _require_same(model: Model, config: DecoderConfig, where: str) -> None:
+    here = config.to_config()
+    problems = differences("model.config", model.config, here)
+    if model.architecture != config.architecture:
+        problems.append(Problem("model.architecture", shown(model.architecture), config.architecture))
+    if problems:
+        raise WeightsMismatchError(f"{where} is another model than the archived one", problems)
+
+
+def differences(where: str, archived: Mapping[str, Any], here: Mapping[str, Any]) -> list[Problem]:
+    """Each key, dotted, whose value is not the same on both sides."""
+    problems: list[Problem] = []
+    for key in sorted({*archived, *here}):
+        path, old, new = f"{where}.{key}", archived.get(key, "absent"), here.get(key, "absent")
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            problems += differences(path, old, new)
+        elif (type(old), old) != (type(new), new):
+            problems.append(Problem(path, shown(old), shown(new)))
+    return problems

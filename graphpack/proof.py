@@ -1,0 +1,96 @@
+"""The proof before a commit: a fresh process restores the written entry from poisoned memory and replays its goldens."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from graphpack import errors
+from graphpack.archive import oci
+from graphpack.archive.store import Archive, EntryRef
+from graphpack.errors import GraphpackError, Problem
+from graphpack.models.checkpoint import SINGLE_NAME
+from graphpack.models.registry import ResolvedModel
+from graphpack.models.safetensors import NewTensor, write_file
+from graphpack.models.weights import WeightSource
+
+POISON = 0xFE
+"""What glibc fills new memory with under MALLOC_PERTURB_=1. 0xFF cannot be had: its complement, 0, means off."""
+
+
+def prove(archive: Path, ref: EntryRef, model: ResolvedModel, source: WeightSource) -> list[str]:
+    """Restore and verify the uncommitted entry `ref` in a new process; notes worth printing.
+
+    Weights that a factory made in memory are written to a temporary directory for it.
+    Raises the error the other process refused with, or GraphpackError if it died.
+    """
+    if model.source != "factory" or model.path is not None:
+        return _prove(archive, ref, str(model.path.resolve()) if model.path else "")
+    with tempfile.TemporaryDirectory(prefix="graphpack-") as directory:
+        tensors = {name: NewTensor(name, t.dtype, t.shape, [source.view(name)]) for name, t in source.tensors.items()}
+        write_file(Path(directory) / SINGLE_NAME, tensors)
+        return _prove(archive, ref, directory)
+
+
+def _prove(archive: Path, ref: EntryRef, weights: str) -> list[str]:
+    command = [sys.executable, "-P", "-m", "graphpack.proof", str(archive), ref.digest, str(ref.size), weights]
+    # Small blocks come from glibc's per-thread cache, which does not poison them, unless it is switched off.
+    tunables = {"MALLOC_PERTURB_": "1", "GLIBC_TUNABLES": "glibc.malloc.perturb=1:glibc.malloc.tcache_count=0"}
+    environment = {**os.environ, **tunables, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
+    try:
+        answer = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        message = f"the process that verifies the new entry died with status {done.returncode}"
+        raise GraphpackError(message, [Problem("stderr", "", done.stderr[-2000:])]) from None
+    if "error" in answer:
+        raise _again(answer["error"])
+    return [str(note) for note in answer["notes"]]
+
+
+def _again(error: dict[str, Any]) -> GraphpackError:
+    """The error object of the other process as an exception of its own class."""
+    kinds = {cls.kind: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, GraphpackError)}
+    problems = [Problem(**problem) for problem in error["problems"]]
+    return kinds.get(error["kind"], GraphpackError)(error["message"], problems)
+
+
+def _main(archive: str, digest: str, size: str, weights: str) -> int:
+    from graphpack.config import Config
+    from graphpack.restore import restore_entry
+    from graphpack.results import LoadRequest, SilentObserver
+
+    try:
+        opened = Archive(Path(archive), oci.EMPTY_INDEX)
+        entry = opened.read_entry(EntryRef("", digest, int(size)))
+        request = LoadRequest(archive=Path(archive), verify=True, weights={None: Path(weights)} if weights else {})
+        with restore_entry(opened, entry, request, Config(models={}), SilentObserver()) as model:
+            if "torch" in sys.modules:
+                raise GraphpackError("restoring imported torch")
+            notes = [] if _poisoned() else ["scratch memory was not poisoned: the allocator is not glibc's"]
+            print(json.dumps({"notes": notes, "verified": len(model.result.verified)}))
+    except GraphpackError as error:
+        print(json.dumps({"error": error.as_dict()}))
+        return error.code
+    return 0
+
+
+def _poisoned() -> bool:
+    """Whether memory fresh from malloc shows the poison."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    libc.free.argtypes = [ctypes.c_void_p]
+    address = libc.malloc(ctypes.c_size_t(4096))
+    seen = ctypes.string_at(address, 64)
+    libc.free(address)
+    return seen == bytes([POISON]) * 64
+
+
+if __name__ == "__main__":
+    sys.exit(_main(*sys.argv[1:]))

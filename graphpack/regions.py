@@ -1,0 +1,83 @@
+"""The regions an entry must have, as everything else in its record implies them.
+
+Capture builds the layout with this, and restore compares the recorded layout with it: two statements of one
+fact, so that neither can be changed alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from graphpack.archive.record import Graph
+from graphpack.dtypes import DTYPES
+from graphpack.graph import Region, TensorSpec
+
+T = TypeVar("T", bound=Hashable)
+
+CAPTURE_VERSION = 1
+"""Version of the capture routine: raised whenever the same model would be captured into other regions or values."""
+
+CONSTANT_ALIGNMENT = 64
+"""Each constant starts at a multiple of this many bytes in the constants blob."""
+
+
+def expected_regions(
+    graphs: Sequence[Graph],
+    weights: Mapping[str, TensorSpec],
+    constants: Mapping[str, TensorSpec],
+    dtype: str,
+) -> tuple[Region, ...]:
+    """Weights and constants in binding order, then state, then the inputs and outputs of each bucket.
+
+    `weights` are as stored; floating ones are held in the compute `dtype`. A binding that is neither a weight nor
+    a constant has no region here, and so shows as a difference.
+    """
+    return tuple(_regions(graphs, weights, constants, dtype))
+
+
+def _regions(
+    graphs: Sequence[Graph], weights: Mapping[str, TensorSpec], constants: Mapping[str, TensorSpec], dtype: str
+) -> Iterator[Region]:
+    for name in _unique(name for graph in graphs for name in graph.bindings):
+        if name in weights:
+            yield Region.dense("weight", held(weights[name], dtype))
+        elif name in constants:
+            yield Region.dense("constant", constants[name], alignment=CONSTANT_ALIGNMENT)
+    for state in _unique(spec for graph in graphs for spec in graph.state):
+        yield Region.dense("state", state)
+    for graph in graphs:
+        for kind, specs in (("input", graph.inputs), ("output", graph.outputs)):
+            for spec in specs:
+                yield Region.dense(kind, spec, name=f"{graph.bucket}/{spec.name}")
+
+
+def held(spec: TensorSpec, dtype: str) -> TensorSpec:
+    """A stored weight as the graphs see it."""
+    floating = DTYPES[spec.dtype].floating
+    return TensorSpec(name=spec.name, dtype=dtype if floating else spec.dtype, shape=spec.shape)
+
+
+def _unique(values: Iterable[T]) -> list[T]:
+    return list(dict.fromkeys(values))
+
+
+def pack_constants(constants: Mapping[str, bytes]) -> bytes:
+    """The constants blob: each at a multiple of `CONSTANT_ALIGNMENT`, zeros between."""
+    blob = bytearray()
+    for data in constants.values():
+        blob += bytes(-len(blob) % CONSTANT_ALIGNMENT)
+        blob += data
+    return bytes(blob)
+
+
+def unpack_constants(blob: bytes, regions: Iterable[Region]) -> dict[str, bytes] | None:
+    """The bytes of each constant region; None if the blob's length is not the one the regions need."""
+    found: dict[str, bytes] = {}
+    offset = 0
+    for region in regions:
+        if region.kind == "constant":
+            offset += -offset % CONSTANT_ALIGNMENT
+            found[region.name] = blob[offset : offset + region.bytes]
+            offset += region.bytes
+    return found if offset == len(blob) else None

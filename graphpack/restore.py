@@ -1,0 +1,284 @@
+"""Entry + weights -> a model ready to step, or every problem of the first rung that fails. Never imports torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from graphpack import golden
+from graphpack.archive.record import Graph, Record
+from graphpack.archive.check import check_features, check_record_layout, check_record_weights
+from graphpack.archive.store import Archive, Entry
+from graphpack.archive.validate import Ladder
+from graphpack.backends import Backend, Executable, Memory, backend
+from graphpack.config import Config, find_config
+from graphpack.errors import (
+    CorruptArchiveError,
+    EnvironmentMismatchError,
+    LayoutMismatchError,
+    Problem,
+    UnsupportedFormatError,
+    UsageError,
+    WeightsMismatchError,
+)
+from graphpack.golden import Golden
+from graphpack.graph import Bucket, TensorSpec
+from graphpack.identity.compat import check_allowed, check_environment
+from graphpack.identity.cpu_isa import CPU_ISA
+from graphpack.identity.environment import read_host
+from graphpack.identity.layout import check_layout, check_regions
+from graphpack.identity.weights import check_structure, check_weights, hash_weights
+from graphpack.models.locate import locate_weights
+from graphpack.models.weights import WeightSource
+from graphpack.regions import CAPTURE_VERSION, expected_regions, unpack_constants
+from graphpack.replay import RestoredModel, verify_graphs
+from graphpack.results import LoadedEntry, LoadRequest, Observer, SilentObserver, VerifiedBucket
+
+
+def load(request: LoadRequest, observer: Observer | None = None) -> list[RestoredModel]:
+    """Restore the entries of a request, all of them or none.
+
+    Raises the GraphpackError of the earliest rung that fails, with all problems of that rung.
+    """
+    observer = observer or SilentObserver()
+    check_allowed(request.allow)
+    archive = Archive.open(request.archive)
+    entries = archive.find(request.names or None)
+    _check_weight_names(request, entries)
+    config = find_config(request.config)
+    with ExitStack() as opened:
+        models = [
+            opened.enter_context(restore_entry(archive, entry, request, config, observer)) for entry in entries
+        ]
+        opened.pop_all()
+    return models
+
+
+def restore_entry(
+    archive: Archive, entry: Entry, request: LoadRequest, config: Config, observer: Observer
+) -> RestoredModel:
+    """Climb the ladder for one entry."""
+    return _Restore(archive, entry, request, config, observer).run()
+
+
+def _check_weight_names(request: LoadRequest, entries: Sequence[Entry]) -> None:
+    names = [entry.record.entry.name for entry in entries]
+    stray = [name for name in request.weights if name is not None and name not in names]
+    if stray:
+        problems = [Problem(f"--weights {name}=...", ", ".join(names), "not an entry being loaded") for name in stray]
+        raise UsageError("--weights names an entry that is not being loaded", problems)
+
+
+class _Restore:
+    """One climb. The methods stand in the order of the rungs."""
+
+    def __init__(
+        self, archive: Archive, entry: Entry, request: LoadRequest, config: Config, observer: Observer
+    ) -> None:
+        self._archive = archive
+        self._record = entry.record
+        self._name = entry.record.entry.name
+        self._notes = list(entry.notes)
+        self._request = request
+        self._config = config
+        self._observer = observer
+        self._ladder = Ladder()
+        self._stages: dict[str, float] = {}
+        self._blobs: dict[str, bytes] = {}
+
+    def run(self) -> RestoredModel:
+        self._ladder.passed("archive")
+        with self._stage("read"):
+            self._check_format()
+            self._read_blobs()
+        self._ladder.skipped("trust", "this version checks no signatures")
+        with self._stage("environment"):
+            self._check_environment()
+        with ExitStack() as undo:
+            with self._stage("weights"):
+                source = undo.enter_context(self._open_weights())
+                self._check_weights(source)
+            with self._stage("layout"):
+                constants = self._check_layout(source)
+            with self._stage("bind"):
+                memory = self._backend.allocate(
+                    self._record.layout.regions, source, constants, copy_weights=self._request.copy_weights
+                )
+                undo.callback(memory.close)
+                self._check_unchanged(source)
+            with self._stage("graphs"):
+                graphs = self._rebuild(memory, undo)
+            verified = self._verify(graphs, memory)
+            undo.pop_all()
+        return RestoredModel(self._record, graphs, memory, self._result(source, memory, verified))
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        self._observer.stage(name)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._stages[name] = self._stages.get(name, 0.0) + time.perf_counter() - start
+
+    def _check_format(self) -> None:
+        record = self._record
+        problems = check_features(record, "verify" if self._request.verify else "load")
+        if problems:
+            raise UnsupportedFormatError(f"entry '{self._name}' needs features this version does not know", problems)
+        self._ladder.passed("format", f"format {record.format.major}.{record.format.minor}")
+
+    def _read_blobs(self) -> None:
+        """Read, hash and decompress every blob this load needs: with `--verify`, every blob there is."""
+        record = self._record
+        needed = {graph.object for graph in record.graphs} | ({record.constants} - {None})
+        if self._request.verify:
+            needed |= {blob.digest for blob in record.blobs}
+        read = [blob for blob in record.blobs if blob.digest in needed]
+        for blob in read:
+            self._blobs[blob.digest] = self._archive.read_blob(blob)
+        of_all = f"{len(read)} of {len(record.blobs)} blobs" if len(read) < len(record.blobs) else f"all {len(read)} blobs"
+        self._ladder.passed("integrity", f"{of_all} hashed")
+
+    def _check_environment(self) -> None:
+        record, request = self._record, self._request
+        device = (request.device or self._configured_device() or record.entry.backend).split(":")[0]
+        if device != record.entry.backend or record.environment.device_type != record.entry.backend:
+            archived = record.environment.device_type
+            raise EnvironmentMismatchError(
+                f"entry '{self._name}' does not fit this device",
+                [Problem("environment.device_type", archived, device, f"load it with --device {archived}")],
+            )
+        self._backend: Backend = backend(record.entry.backend)
+        refused, waived = check_environment(record.environment, read_host(), request.allow)
+        if refused:
+            count = f"{len(refused)} problem{'s' if len(refused) > 1 else ''}"
+            raise EnvironmentMismatchError(f"entry '{self._name}' does not fit this machine ({count})", refused)
+        if waived:
+            self._ladder.waived("environment", ", ".join(problem.where for problem in waived))
+        else:
+            self._ladder.passed("environment")
+
+    def _configured_device(self) -> str | None:
+        model = self._config.models.get(self._name)
+        return model.device if model else None
+
+    def _open_weights(self) -> WeightSource:
+        given = self._request.weights.get(self._name) or self._request.weights.get(None)
+        model = self._config.models.get(self._name)
+        configured: Path | None = model.path if model else None
+        problems = check_record_weights(self._record)
+        if problems:
+            raise WeightsMismatchError(f"the record of entry '{self._name}' contradicts itself", problems)
+        located = locate_weights(self._record, given, configured)
+        self._notes += located.notes
+        return located.source
+
+    def _check_weights(self, source: WeightSource) -> None:
+        problems = check_structure(self._record.weights, source)
+        if not problems and self._request.verify:
+            total = self._record.weights.bytes
+            progress: Callable[[int], None] = lambda done: self._observer.bytes("weights", done, total)  # noqa: E731
+            problems = check_weights(self._record.weights, hash_weights(source, progress=progress))
+        if problems:
+            raise WeightsMismatchError(f"the weights are not those of entry '{self._name}'", problems)
+        self._ladder.passed("weights", "every byte hashed" if self._request.verify else "names, dtypes and shapes")
+
+    def _check_layout(self, source: WeightSource) -> dict[str, bytes]:
+        """The recorded regions against those the rest of the record and the weights here imply."""
+        record = self._record
+        problems = check_record_layout(record) + check_regions(record.layout)
+        stored = {
+            tensor.name: TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape)
+            for tensor in record.weights.tensors
+        }
+        constant_regions = [region for region in record.layout.regions if region.kind == "constant"]
+        constant_specs = {
+            region.name: TensorSpec(name=region.name, dtype=region.dtype, shape=region.shape)
+            for region in constant_regions
+        }
+        expected = expected_regions(record.graphs, stored, constant_specs, record.model.effective_dtype)
+        problems = problems or check_layout(record.layout, expected, CAPTURE_VERSION)
+        problems += _check_settings(record)
+        if problems:
+            raise LayoutMismatchError(f"the memory layout of entry '{self._name}' does not hold here", problems)
+        blob = self._blobs[record.constants] if record.constants else b""
+        constants = unpack_constants(blob, constant_regions)
+        if constants is None:
+            where = f"blobs/sha256/{record.constants}"
+            raise CorruptArchiveError("the constants are not those of the layout", [Problem(where, f"{len(blob)} bytes")])
+        self._ladder.passed("layout", f"fingerprint {record.layout.fingerprint[:12]}")
+        return constants
+
+    def _check_unchanged(self, source: WeightSource) -> None:
+        problems = source.changed()
+        if problems:
+            raise WeightsMismatchError("the checkpoint changed while it was being loaded", problems)
+
+    def _rebuild(self, memory: Memory, undo: ExitStack) -> dict[Bucket, tuple[Graph, Executable]]:
+        for graph in self._record.graphs:
+            self._backend.check_blob(self._record, graph, self._blobs[graph.object])
+        graphs: dict[Bucket, tuple[Graph, Executable]] = {}
+        for graph in self._record.graphs:
+            executable = self._backend.rebuild(graph, self._blobs[graph.object], memory)
+            undo.callback(executable.close)
+            graphs[graph.bucket] = (graph, executable)
+        self._ladder.passed("objects", f"{len(graphs)} graphs")
+        return graphs
+
+    def _verify(self, graphs: dict[Bucket, tuple[Graph, Executable]], memory: Memory) -> tuple[VerifiedBucket, ...]:
+        if not self._request.verify:
+            self._ladder.skipped("outputs", "load --verify replays the goldens")
+            return ()
+        with self._stage("verify"):
+            goldens: dict[Bucket, Golden] = {}
+            for graph in self._record.graphs:
+                where = f"blobs/sha256/{graph.golden}"
+                found = golden.decode(self._blobs[graph.golden], graph.bucket, graph.inputs, graph.outputs[0], where)
+                if found.steps != graph.golden_steps:
+                    problem = Problem(where, f"{graph.golden_steps} steps", f"{found.steps} steps in the blob")
+                    raise CorruptArchiveError("a golden is not what its graph describes", [problem])
+                goldens[graph.bucket] = found
+            verified = verify_graphs(self._name, graphs, memory, goldens)
+        self._ladder.passed("outputs", f"{sum(bucket.steps for bucket in verified)} steps replayed")
+        return verified
+
+    def _result(self, source: WeightSource, memory: Memory, verified: tuple[VerifiedBucket, ...]) -> LoadedEntry:
+        proven = ["archive bytes read", "environment", "weight names, dtypes and shapes", "memory layout"]
+        not_proven = ["signature"]
+        if self._request.verify:
+            proven += ["every blob", "every weight byte", "outputs of every graph on this device"]
+        else:
+            not_proven += ["weight contents", "outputs"]
+        return LoadedEntry(
+            name=self._name,
+            device=self._record.entry.backend,
+            graphs=len(self._record.graphs),
+            stages=dict(self._stages),
+            ladder=tuple(self._ladder.rungs),
+            verified=verified,
+            weights_bytes=self._record.weights.bytes,
+            weights_mode=memory.weights_mode,
+            proven=tuple(proven),
+            not_proven=tuple(not_proven),
+            notes=tuple(self._notes),
+        )
+
+
+def _check_settings(record: Record) -> list[Problem]:
+    """Settings that contradict what was captured under them."""
+    isa = CPU_ISA.get(record.settings.cpu_isa)
+    features = tuple(sorted(isa.features)) if isa else ()
+    if record.environment.cpu_features != features:
+        return [
+            Problem(
+                "settings.cpu_isa",
+                record.settings.cpu_isa,
+                "environment.cpu_features are not those of this instruction set",
+                "save again",
+            )
+        ]
+    return []
+
