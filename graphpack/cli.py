@@ -84,7 +84,14 @@ def weights_directory(value: str) -> tuple[str | None, Path]:
     return (name, Path(directory)) if named else (None, Path(value))
 
 
-PATH = click.Path(path_type=Path)
+class NamedPath(click.Path):
+    """A path with a name: an unset shell variable must not become the working directory."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(value, param, ctx) if str(value) else self.fail("the path is empty", param, ctx)
+
+
+PATH = NamedPath(path_type=Path)
 
 
 def exits(*codes: int) -> str:
@@ -170,7 +177,6 @@ def save(model: str, archive: Path | None, config: Path | None, replace: bool, *
     package.module:factory. Saving what ARCHIVE already holds changes nothing. ARCHIVE may be left out where the
     configuration file has archive_dir.
     """
-    from graphpack import capture, documents, report
     from graphpack.config import find_config
     from graphpack.results import SaveRequest
 
@@ -181,6 +187,8 @@ def save(model: str, archive: Path | None, config: Path | None, replace: bool, *
         raise UsageError("ARCHIVE is missing, and no configuration file has archive_dir")
     chosen = {**_configured(model, configured), **{key: value for key, value in given.items() if value is not None}}
     request = SaveRequest(**{"model": model, **chosen}, archive=target, replace=replace, config=settings.file)
+    from graphpack import capture, documents, report  # torch, so only for a request that is in order
+
     with report.observer(sys.stderr) as observer:
         if configured is None and model in settings.models:
             observer.note(f"{model} is the directory of that name, not the model in {settings.file}")
@@ -244,7 +252,6 @@ def load(
     """
     from contextlib import ExitStack
 
-    from graphpack import documents, report, restore
     from graphpack.config import find_config
     from graphpack.results import LoadRequest
 
@@ -259,6 +266,8 @@ def load(
         copy_weights=copy_weights,
         config=settings.file,
     )
+    from graphpack import documents, report, restore
+
     with report.observer(sys.stderr) as observer, ExitStack() as opened:
         models = restore.load(request, observer)
         for model in models:

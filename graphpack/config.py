@@ -38,6 +38,7 @@ from graphpack.schema import shown
 
 DEFAULT_FILE = Path("graphpack.yaml")
 LARGEST_FILE = 64 * 1024
+DEEPEST = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +91,7 @@ def _parse(file: Path) -> Any:
     value = None
     try:
         text = content.decode()
-        problems = list(_references(text))
+        problems = list(_unusable(text))
         if not problems:
             loader = yaml.SafeLoader(text)
             node = loader.get_single_node()
@@ -98,8 +99,6 @@ def _parse(file: Path) -> Any:
             value = None if node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
         raise UsageError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
-    except RecursionError as error:
-        raise UsageError(f"{file} is nested too deeply") from error
     except ValueError as error:  # text that is not UTF-8, a date or number that does not exist
         raise UsageError(f"{file} is not YAML: {error}") from error
     if problems:
@@ -107,15 +106,17 @@ def _parse(file: Path) -> Any:
     return value
 
 
-def _references(text: str) -> Iterator[Problem]:
-    """Anchors and aliases: a few of them can stand for a document of any size."""
+def _unusable(text: str) -> Iterator[Problem]:
+    """What makes a small file cost much: deep nesting, and aliases that stand for documents of any size."""
+    depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            yield Problem(_position(event.start_mark), here="nested too deeply")
+            return
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
-            yield Problem(
-                _position(event.start_mark),
-                here="an anchor or alias",
-                hint="write the value out; quote text that begins with & or *",
-            )
+            advice = "write the value out; quote text that begins with & or *"
+            yield Problem(_position(event.start_mark), here="an anchor or alias", hint=advice)
 
 
 def _duplicates(node: yaml.Node | None) -> Iterator[Problem]:

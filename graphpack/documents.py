@@ -10,11 +10,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphpack.errors import GraphpackError
 from graphpack.results import BenchRow, LoadedEntry, SaveResult
 from graphpack.schema import to_plain
+
+if TYPE_CHECKING:
+    from graphpack.archive.record import Blob, Graph, Record
+    from graphpack.archive.store import Entry
 
 SCHEMA_VERSION = 1
 
@@ -50,14 +54,18 @@ class Inspection:
 
 def inspect(path: Path, names: Sequence[str], *, graphs: bool = False, kernels: bool = False) -> Inspection:
     """Read the archive's records and nothing else. A later format still shows its headers."""
+    from graphpack.archive.check import check_features
     from graphpack.archive.store import Archive
     from graphpack.errors import UnsupportedFormatError
 
     archive = Archive.open(path)
     try:
         entries = archive.find(names or None)
+        problems = [problem for entry in entries for problem in check_features(entry.record, "inspect")]
+        if problems:
+            raise UnsupportedFormatError(f"{path} has entries that only a newer graphpack can describe", problems)
     except UnsupportedFormatError as error:
-        headers = [_header(header) for header in archive.headers()]
+        headers = [{"magic": _magic(), **to_plain(header)} for header in archive.headers()]
         return Inspection(document("inspect", archive=path, entries=headers), error)
     details = [_entry(entry, graphs=graphs, kernels=kernels) for entry in entries]
     return Inspection(document("inspect", archive=path, entries=details))
@@ -68,11 +76,13 @@ def dumps(content: Document) -> str:
     return json.dumps(content, ensure_ascii=True, allow_nan=False)
 
 
-def _header(header: Any) -> Document:
-    return header
+def _magic() -> str:
+    from graphpack.archive.codec import MAGIC
+
+    return MAGIC.hex(" ")
 
 
-def _entry(entry: Any, *, graphs: bool, kernels: bool) -> Document:
+def _entry(entry: Entry, *, graphs: bool, kernels: bool) -> Document:
     record = entry.record
     plain = to_plain(record)
     sizes = {blob.digest: blob for blob in record.blobs}
@@ -82,6 +92,8 @@ def _entry(entry: Any, *, graphs: bool, kernels: bool) -> Document:
         "name": record.entry.name,
         "tag": entry.ref.tag,
         "digest": entry.ref.digest,
+        "notes": list(entry.notes),
+        "magic": _magic(),
         "format": plain["format"],
         "features": plain["features"],
         "producer": plain["producer"],
@@ -100,7 +112,7 @@ def _entry(entry: Any, *, graphs: bool, kernels: bool) -> Document:
     return details
 
 
-def _graph(graph: Any, sizes: Mapping[str, Any], *, whole: bool) -> Document:
+def _graph(graph: Graph, sizes: Mapping[str, Blob], *, whole: bool) -> Document:
     plain: Document = to_plain(graph)
     row = {
         **plain.pop("bucket"),
@@ -114,7 +126,7 @@ def _graph(graph: Any, sizes: Mapping[str, Any], *, whole: bool) -> Document:
     return {**plain, **row} if whole else row
 
 
-def _kernels(record: Any, sizes: Mapping[str, Any]) -> list[Document]:
+def _kernels(record: Record, sizes: Mapping[str, Blob]) -> list[Document]:
     """The compiled objects, each once, with the buckets that run it."""
     buckets: dict[str, list[str]] = {}
     for graph in record.graphs:
@@ -132,13 +144,11 @@ def _kernels(record: Any, sizes: Mapping[str, Any]) -> list[Document]:
 
 
 def _jsonable(value: Any) -> Any:
-    """JSON has no bytes, paths, NaN or infinity: bytes become hex digits, the others text."""
+    """JSON has no paths, NaN or infinity: they become text."""
     if isinstance(value, Mapping):
-        return {str(key): _jsonable(item) for key, item in value.items()}
+        return {key: _jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_jsonable(item) for item in value]
-    if isinstance(value, bytes):
-        return value.hex()
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return str(value) if isinstance(value, Path) else value

@@ -72,6 +72,7 @@ def of_save(result: SaveResult) -> list[str]:
         ("settings", result.settings_digest),
         ("written", size(result.bytes_written)),
         ("seconds", _stages(result.stages)),
+        *(("note", note) for note in result.notes),
     ]
     return [
         f"{result.action}: {printable(result.name)} in {printable(result.archive)}",
@@ -99,6 +100,7 @@ def _loaded(entry: LoadedEntry) -> list[str]:
         ),
         ("proven", "; ".join(entry.proven) or "nothing"),
         ("not proven", "; ".join(entry.not_proven) or "nothing left out"),
+        *(("note", note) for note in entry.notes),
     ]
     verified = [
         (
@@ -138,7 +140,8 @@ def of_inspect(content: Document) -> list[str]:
 
 
 def _inspected(entry: Document) -> list[str]:
-    lines = [f"entry {printable(entry.get('name') or entry['tag'])}"]
+    lines = [f"entry {printable(entry.get('name') or entry['tag'] or entry['digest'])}"]
+    lines += [f"  note       {printable(note)}" for note in entry.get("notes", ())]
     for title in ("tag", "digest", "magic", "format", "producer", "features", "backend", "mode"):
         if title in entry:
             lines += _fields(title, _short(title, entry[title]))
@@ -159,6 +162,8 @@ def _short(title: str, value: Any) -> Any:
     if title == "format":
         return f"{value['major']}.{value['minor']}"
     if title == "producer":
+        if value is None:
+            return "cannot be read"
         return f"{value['name']} {value['version']}"
     if title == "features":
         return "; ".join(f"{operation}: {', '.join(names)}" for operation, names in value.items() if names) or "none"
@@ -207,14 +212,13 @@ def _graphs(graphs: Iterable[Document]) -> list[str]:
 
 
 def _details(graph: Document) -> Iterator[tuple[str, ...]]:
-    for direction in ("inputs", "outputs"):
-        for spec in graph[direction]:
+    for kind, specs in (("input", graph["inputs"]), ("state", graph["state"]), ("output", graph["outputs"])):
+        for spec in specs:
             shape = "x".join(str(extent) for extent in spec["shape"]) or "scalar"
             bounds = f"{spec['minimum']} to {spec['maximum']}" if spec["minimum"] is not None else ""
-            yield direction.removesuffix("s"), spec["name"], spec["dtype"], shape, bounds
+            yield kind, spec["name"], spec["dtype"], shape, bounds
     yield "object", graph["object"]
     yield "golden", graph["golden"]
-    yield "state", f"{len(graph['state'])} regions"
     yield "bindings", f"{len(graph['bindings'])} weights and constants"
 
 
