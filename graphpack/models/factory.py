@@ -73,9 +73,9 @@ class FactoryModel:
             tensor.data = bound_tensor(weights, name, _dtype(tensor))
 
     def _floating_dtype(self) -> str:
-        dtypes = sorted({_dtype(tensor) for tensor in self.module.state_dict().values() if tensor.is_floating_point()})
-        compute = [dtype for dtype in dtypes if dtype in COMPUTE_DTYPES]
-        return compute[0] if compute else "float32"
+        """That of the first parameter, or buffer, that a model can be captured in."""
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        return next((dtype for tensor in tensors if (dtype := _dtype(tensor)) in COMPUTE_DTYPES), "float32")
 
 
 def _import(reference: str) -> Callable[[], Any]:
