@@ -88,7 +88,7 @@ def _torch_missing(archived: TorchBuild) -> Problem:
 
 
 def _install(torch: TorchBuild) -> str:
-    """What to type for this build. The version comes from the archive, so it is only quoted if it is a plain version."""
+    """What to type for this build. The archive is not trusted, so only a plain version becomes part of a command."""
     match = re.fullmatch(r"[0-9][0-9A-Za-z.]{0,40}(?:\+([0-9A-Za-z.]{1,40}))?", torch.version)
     if match is None:
         return "install the torch build it was saved with"

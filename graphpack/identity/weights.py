@@ -7,6 +7,7 @@ covers names, dtypes, shapes and digests. `docs/format.md`, section "Digests", i
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ from graphpack.schema import shown
 LEAF_BYTES = 1 << 20
 _DIGEST_BYTES = 32
 _MOST_THREADS = 16
+_BELOW = 8
 _PROGRESS_SECONDS = 0.1
 
 _OTHER_WEIGHTS = "pass --weights with the checkpoint this entry was saved from, or save again"
@@ -135,14 +137,18 @@ def _hash_leaves(
     leaves: deque[_Leaf], read_into: Callable[[int, int, memoryview], None], done: list[int], worker: int
 ) -> None:
     """One thread: take the next leaf, read it behind the tag byte, hash both. Reading and hashing release the GIL."""
-    buffer = memoryview(bytearray(Tag.LEAF.value) + bytearray(LEAF_BYTES))
+    buffer = memoryview(mmap.mmap(-1, LEAF_BYTES + 2 * mmap.PAGESIZE))
     while True:
         try:
             leaf = leaves.popleft()
         except IndexError:
             return
-        read_into(leaf.file, leaf.offset, buffer[1 : 1 + leaf.length])
-        digest = hashlib.sha256(buffer[: 1 + leaf.length]).digest()
+        # The kernel copies from its page cache, and a copy to an address a little above the source's, counted within
+        # a page, runs at a third to a seventh of the speed on some processors. A little below is always fast.
+        start = mmap.PAGESIZE + leaf.offset % mmap.PAGESIZE - _BELOW
+        read_into(leaf.file, leaf.offset, buffer[start : start + leaf.length])
+        buffer[start - 1 : start] = Tag.LEAF.value
+        digest = hashlib.sha256(buffer[start - 1 : start + leaf.length]).digest()
         leaf.digests[leaf.place : leaf.place + _DIGEST_BYTES] = digest
         done[worker] += leaf.length
 
