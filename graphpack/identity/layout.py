@@ -78,19 +78,22 @@ def _first_difference(archived: Sequence[Region], expected: Sequence[Region]) ->
                 for field in fields(Region)
                 if getattr(old, field.name) != getattr(new, field.name)
             ]
-    shorter = min(len(archived), len(expected))
     if len(archived) == len(expected):
         return []
-    sides = [_named(regions[shorter]) if len(regions) > shorter else "nothing" for regions in (archived, expected)]
-    return [Problem(f"layout.regions[{shorter}]", *sides, _SAVE_AGAIN)]
+    shorter = min(len(archived), len(expected))
+    old_side, new_side = (
+        _named(regions[shorter]) if len(regions) > shorter else "nothing" for regions in (archived, expected)
+    )
+    return [Problem(f"layout.regions[{shorter}]", old_side, new_side, _SAVE_AGAIN)]
 
 
 def _field_problem(where: str, old: Region, new: Region, field: str) -> Problem:
-    sides = []
-    for region in (old, new):
-        value = shown(to_plain(getattr(region, field)))
-        sides.append(value if field == "name" else f"{value} ({shown(region.name)})")
-    return Problem(where, *sides, _SAVE_AGAIN)
+    return Problem(where, _field_value(old, field), _field_value(new, field), _SAVE_AGAIN)
+
+
+def _field_value(region: Region, field: str) -> str:
+    value = shown(to_plain(getattr(region, field)))
+    return value if field == "name" else f"{value} ({shown(region.name)})"
 
 
 def _named(region: Region) -> str:

@@ -212,12 +212,11 @@ def _structure(
         for field, before, after in (
             ("dtype", old.dtype, new.dtype),
             ("shape", list(old.shape), list(new.shape)),
-            ("tied to", old.alias_of, new.alias_of),
+            ("tied to", old.alias_of or "nothing", new.alias_of or "nothing"),
         ):
             if before != after:
-                archived_side = f"{field} {shown(before or 'nothing')}"
-                here_side = f"{field} {shown(after or 'nothing')}{place}"
-                problems.append(Problem(shown(name), archived_side, here_side, _OTHER_WEIGHTS))
+                sides = f"{field} {shown(before)}", f"{field} {shown(after)}{place}"
+                problems.append(Problem(shown(name), *sides, _OTHER_WEIGHTS))
     return problems
 
 
