@@ -43,7 +43,7 @@ from graphpack.errors import (
 
 if TYPE_CHECKING:
     from graphpack.archive.store import Archive
-    from graphpack.restore import RestoredModel
+    from graphpack.replay import RestoredModel
     from graphpack.results import SaveResult
 
 __version__ = "0.1.0"

@@ -18,7 +18,7 @@ import click
 
 from graphpack import __version__, process
 from graphpack.errors import GraphpackError, UsageError
-from graphpack.results import CPU_ISAS, DEVICE_WORDS, DTYPE_WORDS, LARGEST_SIZE, NAME_WORDS, is_device, is_entry_name
+from graphpack.words import CPU_ISAS, DEVICE_WORDS, DTYPE_WORDS, LARGEST_SIZE, NAME_WORDS, is_device, is_entry_name
 
 if TYPE_CHECKING:
     from graphpack.config import ModelConfig
@@ -185,24 +185,19 @@ def save(model: str, archive: Path | None, config: Path | None, replace: bool, *
     target = archive or settings.archive_dir
     if target is None:
         raise UsageError("ARCHIVE is missing, and no configuration file has archive_dir")
-    chosen = {**_configured(model, configured), **{key: value for key, value in given.items() if value is not None}}
-    request = SaveRequest(**{"model": model, **chosen}, archive=target, replace=replace, config=settings.file)
+    chosen = {**_configured(configured), **{key: value for key, value in given.items() if value is not None}}
+    request = SaveRequest(model=model, archive=target, replace=replace, config=settings.file, **chosen)
     from graphpack import capture, documents, report  # torch, so only for a request that is in order
 
     with report.observer(sys.stderr) as observer:
-        if configured is None and model in settings.models:
-            observer.note(f"{model} is the directory of that name, not the model in {settings.file}")
         result = capture.save(request, observer)
     return Answer(documents.of_save(result), report.of_save(result))
 
 
-def _configured(name: str, model: ModelConfig | None) -> dict[str, Any]:
-    """The fields of a save request that the configuration file gives."""
-    if model is None:
-        return {}
-    fields = {key: getattr(model, key) for key in ("device", "dtype", "batch_sizes", "seq_lens", "cpu_isa")}
-    source = {} if model.path is None else {"model": str(model.path)}
-    return {"name": name, **source, **{key: value for key, value in fields.items() if value is not None}}
+def _configured(model: ModelConfig | None) -> dict[str, Any]:
+    """The settings of a save request that the configuration file gives."""
+    fields = ("device", "dtype", "batch_sizes", "seq_lens", "cpu_isa")
+    return {field: getattr(model, field) for field in fields if model and getattr(model, field) is not None}
 
 
 @command(
@@ -259,7 +254,7 @@ def load(
     request = LoadRequest(
         archive=archive,
         names=names,
-        weights=_weights(weights, settings.models),
+        weights=_weights(weights),
         device=device,
         verify=verify,
         allow=frozenset(allow),
@@ -276,15 +271,14 @@ def load(
     return Answer(documents.of_load(archive, entries), report.of_load(entries))
 
 
-def _weights(given: Sequence[tuple[str | None, Path]], models: dict[str, ModelConfig]) -> dict[str | None, Path]:
-    """Directories by entry name, None for all entries. The command line wins over the configuration file."""
+def _weights(given: Sequence[tuple[str | None, Path]]) -> dict[str | None, Path]:
+    """Directories by entry name, None for all other entries."""
     chosen: dict[str | None, Path] = {}
     for name, directory in given:
         if name in chosen:
             raise UsageError(f"--weights is given twice for {'all entries' if name is None else name}")
         chosen[name] = directory
-    configured: dict[str | None, Path] = {name: model.path for name, model in models.items() if model.path is not None}
-    return chosen if None in chosen else {**configured, **chosen}
+    return chosen
 
 
 @command(

@@ -25,16 +25,8 @@ from typing import Any
 import yaml
 
 from graphpack.errors import NotFoundError, Problem, StorageError, UsageError
-from graphpack.results import (
-    CPU_ISAS,
-    DEVICE_WORDS,
-    DTYPE_WORDS,
-    LARGEST_SIZE,
-    NAME_WORDS,
-    is_device,
-    is_entry_name,
-)
 from graphpack.schema import shown
+from graphpack.words import CPU_ISAS, DEVICE_WORDS, DTYPE_WORDS, LARGEST_SIZE, NAME_WORDS, is_device, is_entry_name
 
 DEFAULT_FILE = Path("graphpack.yaml")
 LARGEST_FILE = 64 * 1024

@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
@@ -29,6 +30,8 @@ def prepare() -> None:
     sys.stderr = _text_stream(sys.stderr, STDERR)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
+    if not sys.warnoptions:  # warnings are for those who write code; `python -W default -m graphpack` shows them
+        warnings.simplefilter("ignore")
 
 
 def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:

@@ -184,12 +184,16 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
         for name, item in value.items():
             yield from _flat(item, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list) and not any(isinstance(item, (dict, list)) for item in value):
-        yield key, ", ".join(str(item) for item in value)
+        yield key, ", ".join(_leaf(item) for item in value) or "-"
     elif isinstance(value, list):
         for index, item in enumerate(value):
             yield from _flat(item, f"{key}[{index}]")
     else:
-        yield key, "-" if value is None else str(value)
+        yield key, _leaf(value)
+
+
+def _leaf(value: Any) -> str:
+    return "-" if value is None or value == "" else str(value)
 
 
 def _graphs(graphs: Iterable[Document]) -> list[str]:
@@ -207,19 +211,18 @@ def _graphs(graphs: Iterable[Document]) -> list[str]:
     lines = columns([("graph", "nodes", "object", "golden steps", "tolerance", "topology"), *rows])
     for graph in graphs:
         if "inputs" in graph:
-            lines += [f"  graph {graph['batch_size']}x{graph['seq_len']}", *columns(list(_details(graph)), "    ")]
+            lines += [f"  graph {graph['batch_size']}x{graph['seq_len']}", *columns(list(_tensors(graph)), "    ")]
+            blobs = [("object", graph["object"]), ("golden", graph["golden"])]
+            lines += columns([*blobs, ("bindings", f"{len(graph['bindings'])} weights and constants")], "    ")
     return lines
 
 
-def _details(graph: Document) -> Iterator[tuple[str, ...]]:
+def _tensors(graph: Document) -> Iterator[tuple[str, ...]]:
     for kind, specs in (("input", graph["inputs"]), ("state", graph["state"]), ("output", graph["outputs"])):
         for spec in specs:
             shape = "x".join(str(extent) for extent in spec["shape"]) or "scalar"
             bounds = f"{spec['minimum']} to {spec['maximum']}" if spec["minimum"] is not None else ""
             yield kind, spec["name"], spec["dtype"], shape, bounds
-    yield "object", graph["object"]
-    yield "golden", graph["golden"]
-    yield "bindings", f"{len(graph['bindings'])} weights and constants"
 
 
 def of_models(models: Iterable[Document]) -> list[str]:

@@ -5,30 +5,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-from graphpack.dtypes import COMPUTE_DTYPES
 from graphpack.errors import Problem, UsageError
 from graphpack.schema import shown
-
-DTYPE_WORDS = ("auto", *COMPUTE_DTYPES)
-CPU_ISAS = ("avx2", "avx512")
-DEVICE_WORDS = "cpu, cuda or cuda:I, such as cuda:0"
-NAME_WORDS = "letters, digits, dots, dashes and underscores, not starting with a dot or dash, at most 128"
-LARGEST_SIZE = 2**31 - 1
-"""The words of the command line and the configuration file."""
-
-
-def is_device(text: str) -> bool:
-    return re.fullmatch(r"cpu|cuda(:(0|[1-9][0-9]{0,3}))?", text) is not None
-
-
-def is_entry_name(text: str) -> bool:
-    return re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", text) is not None
+from graphpack.words import CPU_ISAS, DEVICE_WORDS, DTYPE_WORDS, LARGEST_SIZE, NAME_WORDS, is_device, is_entry_name
 
 
 def _sizes_problems(where: str, sizes: tuple[int, ...]) -> list[Problem]:

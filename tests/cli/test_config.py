@@ -10,7 +10,9 @@ import pytest
 from graphpack import GraphpackError, UsageError
 from graphpack.archive.record import EntryName
 from graphpack.config import LARGEST_FILE, ModelConfig, find_config, read_config
-from graphpack.results import is_entry_name
+from graphpack.dtypes import COMPUTE_DTYPES
+from graphpack.identity.cpu_isa import CPU_ISA
+from graphpack.words import CPU_ISAS, DTYPE_WORDS, is_entry_name
 
 WHOLE = """
 archive_dir: packs
@@ -160,3 +162,8 @@ def test_a_missing_file(tmp_path: Path) -> None:
 def test_names_are_those_of_records(name: str) -> None:
     rule = get_args(EntryName)[1]
     assert is_entry_name(name) == rule.holds(name)
+
+
+def test_words_are_those_of_the_rooms() -> None:
+    assert ("auto", *COMPUTE_DTYPES) == DTYPE_WORDS
+    assert set(CPU_ISAS) == set(CPU_ISA)

@@ -1,0 +1,20 @@
+"""The words of the command line and the configuration file. Imports next to nothing: every start pays for it."""
+
+from __future__ import annotations
+
+import re
+
+DTYPE_WORDS = ("auto", "float32", "bfloat16", "float16")
+CPU_ISAS = ("avx2", "avx512")
+DEVICE_WORDS = "cpu, cuda or cuda:I, such as cuda:0"
+NAME_WORDS = "letters, digits, dots, dashes and underscores, not starting with a dot or dash, at most 128"
+LARGEST_SIZE = 2**31 - 1
+"""Largest batch size or sequence length that can be asked for."""
+
+
+def is_device(text: str) -> bool:
+    return re.fullmatch(r"cpu|cuda(:(0|[1-9][0-9]{0,3}))?", text) is not None
+
+
+def is_entry_name(text: str) -> bool:
+    return re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", text) is not None

@@ -1,0 +1,130 @@
+"""The program as a process: streams, pipes, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.cli import fakes
+from tests.cli.conftest import Run, environment
+
+BUSY = """
+import os, subprocess, sys, time, types
+from pathlib import Path
+
+def load(request, observer):
+    try:
+        print("printed by a model", flush=True)
+        os.write(1, b"written by a library\\n")
+        subprocess.run(["echo", "printed by a child"], check=True)
+        Path("ready").touch()
+        time.sleep(60 if request.verify else 0)
+        return []
+    finally:
+        Path("ready").unlink()
+        Path("cleaned").touch()
+
+import graphpack
+graphpack.restore = sys.modules["graphpack.restore"] = types.ModuleType("graphpack.restore")
+graphpack.restore.load = load
+from graphpack.__main__ import main
+sys.exit(main())
+"""
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """The program with a `load` that prints to standard output, says it is ready, and with --verify waits."""
+    script = folder / "busy.py"
+    script.write_text(textwrap.dedent(BUSY))
+    command = [sys.executable, str(script), "load", "archive", *arguments]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_stray_output_does_not_reach_standard_output(tmp_path: Path) -> None:
+    out, err = start(tmp_path, "--format", "json").communicate(timeout=60)
+    assert json.loads(out)["command"] == "load"
+    assert err == "printed by a model\nwritten by a library\nprinted by a child\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("output_format", ["human", "json"])
+def test_signals_clean_up(tmp_path: Path, number: signal.Signals, times: int, output_format: str) -> None:
+    process = start(tmp_path, "--verify", "--format", output_format)
+    while not (tmp_path / "ready").exists():
+        assert process.poll() is None
+    for _ in range(times):
+        process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert (tmp_path / "cleaned").exists()
+    assert "Traceback" not in err
+    if output_format == "json":
+        kind = "interrupted" if number == signal.SIGINT else "terminated"
+        assert json.loads(out)["error"]["kind"] == kind
+    else:
+        assert f"error: stopped by {number.name}" in err
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("models",), ("models", "--format", "json"), ("inspect", "archive")]
+)
+def test_a_closed_pipe_is_quiet(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    fakes.write_archive(tmp_path / "archive")
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "graphpack", *arguments]
+    result = subprocess.run(command, cwd=tmp_path, env=environment(), stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("output_format", ["human", "json"])
+def test_a_full_disk_under_standard_output(tmp_path: Path, output_format: str) -> None:
+    command = [sys.executable, "-m", "graphpack", "models", "--format", output_format]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            command, cwd=tmp_path, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (result.returncode, result.stderr) == (12, "error: No space left on device\n")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams(tmp_path: Path, closed: str) -> None:
+    command = f"{sys.executable} -m graphpack models make tiny-llama made {closed}"
+    result = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert result.returncode == 0
+    assert "Error" not in result.stderr
+    assert json.loads((tmp_path / "made" / "config.json").read_bytes())
+
+
+def test_names_that_the_terminal_cannot_show(program: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    outcome = program("inspect", "模型")
+    assert outcome.code == 3
+    assert "\\u6a21" in outcome.err
+
+
+def test_arguments_that_are_not_text(program: Run) -> None:
+    name = os.fsdecode(b"\xff\xfe")
+    assert program("inspect", name).code == 3
+    assert program("inspect", name, "--format", "json").document["error"]["code"] == 3
+
+
+def test_shell_completion_answers(program: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "_GRAPHPACK_COMPLETE": "bash_complete",
+        "COMP_WORDS": "graphpack in",
+        "COMP_CWORD": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert program().out == "plain,inspect\n"
