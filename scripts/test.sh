@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Everything that has to hold: style, types, tests, coverage. Needs Python >= 3.11 and g++.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. scripts/setup.sh test
+
+log="$(mktemp)"
+trap 'rm -f "$log"' EXIT
+
+step() {
+    echo "== $*"
+    "$@"
+}
+
+step ruff check .
+step ruff format --check .
+step mypy
+step pytest -n "${TEST_PROCESSES:-2}" --cov --cov-report= "$@" | tee "$log"
+# What decides whether to trust an archive is tested line by line and branch by branch.
+step coverage report --fail-under=95 --include='graphpack/archive/*'
+step coverage report --fail-under=95 --include='graphpack/identity/*'
+tail -n 1 "$log"

@@ -1,0 +1,156 @@
+"""The house rules that can be read off the source: who imports whom, who may know torch, what is never called."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import graphpack
+
+PACKAGE = Path(graphpack.__file__).parent
+LONGEST_MODULE = 400
+
+# A module imports only what stands before it.
+ORDER = """
+    errors elf words process
+    schema dtypes graph results config convert
+    archive archive.record archive.codec archive.oci archive.files archive.looks archive.check archive.store
+    archive.validate
+    identity identity.environment identity.cpu_isa identity.digests identity.weights identity.layout identity.compat
+    models models.step models.jsonfile models.safetensors models.seeded models.weights models.architecture
+    models.checkpoint models.presets models.decoder models.factory models.registry models.locate
+    regions tensor golden backends lockstep
+    backends.cpu.policy backends.cpu.memory backends.cpu.runtime backends.cpu.restore backends.cpu
+    backends.cpu.export backends.cpu.compile backends.cpu.capture backends.cpu.agree
+    replay restore
+    freshness proof capture
+    documents report cli __main__
+""".split()  # noqa: SIM905 - rows are read more easily than seventy lines
+
+# The way of `save`. All other modules know torch neither at their top nor in their functions.
+MAY_USE_TORCH = {
+    "models.decoder",
+    "models.factory",
+    "lockstep",
+    "backends.cpu.export",
+    "backends.cpu.compile",
+    "backends.cpu.capture",
+    "backends.cpu.agree",
+    "capture",
+}
+# The doors to that way: functions that import it when they are called.
+DOORS = {("models.registry", "models.decoder"), ("models.registry", "models.factory"), ("cli", "capture")}
+
+MAY_START_PROCESSES = {"backends.cpu.compile", "proof"}
+NEVER_IMPORTED = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "zipfile", "tarfile"}
+NEVER_CALLED = {"eval", "exec", "os.system", "os.popen", "torch.load", "torch.export.load", "aoti_load_package"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """`lazy` when it stands in a function. Imports for type checkers only are not listed."""
+
+    name: str
+    lazy: bool
+
+
+def modules() -> list[str]:
+    paths = sorted(PACKAGE.rglob("*.py"))
+    names = [".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__") for path in paths]
+    return [name for name in names if name != "__init__"]
+
+
+def file_of(module: str) -> Path:
+    path = PACKAGE.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(file_of(module).read_text())
+
+
+@cache
+def imports(module: str) -> tuple[Import, ...]:
+    return tuple(_imports(tree(module), lazy=False))
+
+
+def _imports(node: ast.AST, *, lazy: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(child, ast.Import):
+            yield from (Import(alias.name, lazy) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, "imports are absolute"
+            for alias in child.names:
+                inner = f"{child.module}.{alias.name}"
+                known = inner.removeprefix("graphpack.") in modules() and inner.startswith("graphpack.")
+                yield Import(inner if known else str(child.module), lazy)
+        else:
+            inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            yield from _imports(child, lazy=lazy or inside)
+
+
+def own(module: str) -> list[Import]:
+    """Imports from this package, without its name. The package itself, for its version, is free for all."""
+    prefix = "graphpack."
+    return [Import(i.name.removeprefix(prefix), i.lazy) for i in imports(module) if i.name.startswith(prefix)]
+
+
+def roots(module: str) -> set[str]:
+    return {found.name.partition(".")[0] for found in imports(module)}
+
+
+def test_every_module_has_its_place() -> None:
+    assert sorted(ORDER) == sorted(modules())
+
+
+@pytest.mark.parametrize("module", modules())
+def test_a_module_imports_only_what_stands_before_it(module: str) -> None:
+    before = ORDER[: ORDER.index(module)]
+    assert [found.name for found in own(module) if found.name not in before] == []
+
+
+@pytest.mark.parametrize("module", sorted(set(modules()) - MAY_USE_TORCH))
+def test_torch_stays_on_the_way_of_save(module: str) -> None:
+    assert "torch" not in roots(module)
+    doors = {found.name for found in own(module) if found.lazy and (module, found.name) in DOORS}
+    assert {found.name for found in own(module)} & MAY_USE_TORCH == doors
+
+
+def test_the_list_of_torch_modules_is_tight() -> None:
+    assert {module for module in MAY_USE_TORCH if "torch" not in roots(module)} <= {"lockstep", "backends.cpu.agree"}
+
+
+def test_only_the_report_uses_rich() -> None:
+    assert [module for module in modules() if "rich" in roots(module)] == ["report"]
+
+
+@pytest.mark.parametrize("module", modules())
+def test_nothing_runs_what_it_reads(module: str) -> None:
+    assert roots(module).isdisjoint(NEVER_IMPORTED)
+    calls = [ast.unparse(node.func) for node in ast.walk(tree(module)) if isinstance(node, ast.Call)]
+    banned = [call for call in calls if call in NEVER_CALLED or call.rpartition(".")[2] == "aoti_load_package"]
+    assert banned == []
+    assert "subprocess" not in roots(module) or module in MAY_START_PROCESSES
+
+
+@pytest.mark.parametrize("module", modules())
+def test_no_module_is_too_long(module: str) -> None:
+    assert len(file_of(module).read_text().splitlines()) <= LONGEST_MODULE
+
+
+@pytest.mark.parametrize(
+    "module", ["graphpack", "graphpack.archive.store", "graphpack.restore", "graphpack.models.registry"]
+)
+def test_importing_does_not_bring_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent).returncode == 0
