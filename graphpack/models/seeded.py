@@ -16,7 +16,7 @@ from graphpack.dtypes import DTYPES
 if TYPE_CHECKING:
     import numpy as np
 
-BLOCK_BYTES = 8 << 20
+BLOCK_BYTES = 2 << 20
 """A tensor larger than this repeats one random block of this size, each time rotated by another amount."""
 
 _DOMAIN = b"graphpack seeded weights 1"

@@ -1,4 +1,4 @@
-"""Small checkpoints, written without the code under test."""
+"""Small checkpoints, written without the code under test, and how they are opened."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
+
+from graphpack.errors import GraphpackError
+from graphpack.models.checkpoint import open_checkpoint, read_config
+from graphpack.models.weights import WeightSource
 
 Tensors = dict[str, np.ndarray[Any, Any]]
 
@@ -63,3 +68,15 @@ def write_sharded(directory: Path, tensors: Tensors, names: tuple[str, str]) -> 
     save_file({name: tensors[name] for name in rest}, directory / names[1])
     weight_map = {first: names[0], **dict.fromkeys(rest, names[1])}
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def open_directory(directory: Path) -> WeightSource:
+    config = read_config(directory)
+    return open_checkpoint(directory, config.tensor_shapes(), config.ties())
+
+
+def refusal(directory: Path) -> tuple[int, str]:
+    """Exit code and message, the directory's name left out."""
+    with pytest.raises(GraphpackError) as caught:
+        open_directory(directory)
+    return caught.value.code, str(caught.value).replace(str(directory), "DIR")

@@ -37,18 +37,24 @@ def _refusal(**changes: Any) -> str:
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "auto_map": (
         {"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}},
-        "auto_map: here {'AutoModelForCausalLM': 'modeling_x.X'}\n"
-        "-> graphpack runs no code from a checkpoint; name a factory instead",
+        (
+            "auto_map: here {'AutoModelForCausalLM': 'modeling_x.X'}\n"
+            "-> graphpack runs no code from a checkpoint; name a factory instead"
+        ),
     ),
     "quantization": (
         {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-        "quantization_config: here method gptq\n"
-        "-> graphpack does not run quantized checkpoints; use one in float32, bfloat16 or float16",
+        (
+            "quantization_config: here method gptq\n"
+            "-> graphpack does not run quantized checkpoints; use one in float32, bfloat16 or float16"
+        ),
     ),
     "quantization without a method": (
         {"quantization_config": {}},
-        "quantization_config: here {}\n"
-        "-> graphpack does not run quantized checkpoints; use one in float32, bfloat16 or float16",
+        (
+            "quantization_config: here {}\n"
+            "-> graphpack does not run quantized checkpoints; use one in float32, bfloat16 or float16"
+        ),
     ),
     "architecture": ({"architectures": ["GPT2LMHeadModel"]}, f"architectures: here GPT2LMHeadModel\n-> {SUPPORTED}"),
     "classifier": (
@@ -76,8 +82,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "rope by layer": (
         {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
-        "rope_parameters: here {'full_attention': {'rope_theta': 10000.0}}\n"
-        "-> graphpack supports one set of values for all layers",
+        (
+            "rope_parameters: here {'full_attention': {'rope_theta': 10000.0}}\n"
+            "-> graphpack supports one set of values for all layers"
+        ),
     ),
     "rope not an object": ({"rope_scaling": 2}, "rope_scaling: here 2\n-> must be an object"),
     "partial rotary": (
@@ -105,7 +113,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"tie_word_embeddings": 1},
         "tie_word_embeddings: here 1\n-> must be true or false",
     ),
-    "too many layers": ({"num_hidden_layers": 5000}, "num_hidden_layers: here 5000\n-> must be an integer from 1 to 4096"),
+    "too many layers": (
+        {"num_hidden_layers": 5000},
+        "num_hidden_layers: here 5000\n-> must be an integer from 1 to 4096",
+    ),
     "layer_types too short": (
         {**QWEN2, "layer_types": []},
         "layer_types: here []\n-> must be a list with one name for each of the 1 layers",
@@ -116,8 +127,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "layer type without a window": (
         {**QWEN3, "layer_types": ["sliding_attention"]},
-        "layer_types: here sliding_attention without a window\n"
-        "-> set use_sliding_window and sliding_window, or make every layer full_attention",
+        (
+            "layer_types: here sliding_attention without a window\n"
+            "-> set use_sliding_window and sliding_window, or make every layer full_attention"
+        ),
     ),
     "max_window_layers": (
         {**QWEN2, "use_sliding_window": True, "max_window_layers": "all"},
@@ -125,10 +138,12 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "several at once": (
         {"vocab_size": DROP, "rms_norm_eps": "small", "hidden_size": 8.0, "rope_theta": -1},
-        "hidden_size: here 8.0\n-> must be an integer from 1 to 2147483647\n"
-        "vocab_size: here missing\n-> must be an integer from 1 to 2147483647\n"
-        "rms_norm_eps: here small\n-> must be a number above 0\n"
-        "rope_theta: here -1\n-> must be a number above 0",
+        (
+            "hidden_size: here 8.0\n-> must be an integer from 1 to 2147483647\n"
+            "vocab_size: here missing\n-> must be an integer from 1 to 2147483647\n"
+            "rms_norm_eps: here small\n-> must be a number above 0\n"
+            "rope_theta: here -1\n-> must be a number above 0"
+        ),
     ),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from graphpack.graph import Bucket, TensorSpec
 from graphpack.models.presets import PRESETS
 from graphpack.models.registry import resolve
 from graphpack.models.step import StepModel
-from graphpack.models.weights import WeightSource
 
 LENGTH = 24
 COMMON: dict[str, Any] = {
@@ -73,9 +71,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 class Runner:
     """A step model with state, called row by row."""
 
-    def __init__(self, step: StepModel, bucket: Bucket, slots: int, fill: float = 0.0) -> None:
+    def __init__(self, step: StepModel, bucket: Bucket, slots: int) -> None:
         self.module = step.module_for(bucket)
-        self.state = [torch.full(s.shape, fill, dtype=getattr(torch, s.dtype)) for s in step.state(slots, bucket.seq_len)]
+        specs = step.state(slots, bucket.seq_len)
+        self.state = [torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs]
 
     @torch.no_grad()
     def __call__(self, token_ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> torch.Tensor:
@@ -86,7 +85,7 @@ class Runner:
 
 def _reference(kind: Any, changes: dict[str, Any], directory: Path) -> Any:
     torch.manual_seed(3)
-    model = transformers.AutoModelForCausalLM.from_config(kind(**{**COMMON, **changes})).eval()
+    model = transformers.AutoModelForCausalLM.from_config(kind(**{**COMMON, **changes})).eval()  # type: ignore[no-untyped-call]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.15 + (1.0 if parameter.dim() == 1 else 0.0))
@@ -175,7 +174,9 @@ def test_padding_rows_touch_only_the_scratch_slot(tiny: StepModel) -> None:
     run([4, 0, 0, 0], [3, 0, 0, 0], [1, 2, 2, 2])
     for part in run.state:
         assert not part[0].any()
-        assert part[1, :, 3].any() and not part[1, :, :3].any() and not part[1, :, 4:].any()
+        assert part[1, :, 3].any()
+        assert not part[1, :, :3].any()
+        assert not part[1, :, 4:].any()
         assert part[2, :, 0].any()
 
 
@@ -208,7 +209,8 @@ def test_buckets_share_parameters_under_checkpoint_names(tiny: StepModel) -> Non
     assert names["lm_head.weight"] is names["model.embed_tokens.weight"]
     assert not one.training
     buffers = dict(one.named_buffers())
-    assert list(buffers) == ["model.rotary_emb.inv_freq"] and "model.rotary_emb.inv_freq" not in one.state_dict()
+    assert list(buffers) == ["model.rotary_emb.inv_freq"]
+    assert "model.rotary_emb.inv_freq" not in one.state_dict()
     assert buffers["model.rotary_emb.inv_freq"].dtype == torch.float32
 
 
@@ -232,16 +234,9 @@ def test_frequencies_stay_float32_in_a_bfloat16_model() -> None:
 def test_greedy_decoding_of_tiny_models_does_not_collapse(name: str) -> None:
     resolved = resolve(name)
     run = Runner(resolved.build(resolved.open_weights(), "float32"), Bucket(1, 64), slots=2)
-    token, seen = 1, []
+    seen: list[torch.Tensor] = []
     for position in range(64):
-        logits = run([token], [position], [0])[0]
-        token = int(logits.argmax())
-        seen.append(token)
-    assert len(set(seen)) > 32
-    assert 2 < logits.std() < 10 and math.isfinite(float(logits.sum()))
-
-
-def test_weights_from_arrays_drive_a_decoder() -> None:
-    preset = PRESETS["tiny-llama"]
-    with preset.open_weights() as made:
-        assert isinstance(made, WeightSource) and made.files == () and made.changed() == []
+        token = int(seen[-1].argmax()) if seen else 1
+        seen.append(run([token], [position], [0])[0])
+    assert len({int(logits.argmax()) for logits in seen}) > 32
+    assert all(2 < logits.std() < 10 for logits in seen)

@@ -16,7 +16,7 @@ from tests.models.checkpoints import llama_tensors, write_config, write_sharded
 
 KNOWN = "tiny-llama, tiny-qwen3, qwen3-0.6b, llama-3.2-1b, qwen3-8b"
 
-FACTORY = '''
+FACTORY = """
 import torch
 from torch import nn
 from graphpack.graph import TensorSpec
@@ -59,7 +59,7 @@ def nothing():
     return object()
 
 number = 3
-'''
+"""
 
 
 def _message(reference: str) -> tuple[int, str]:
@@ -150,7 +150,8 @@ def test_code_in_a_checkpoint_is_never_run(here: Path) -> None:
     (here / "evil" / "modeling_x.py").write_text(f"open({str(marker)!r}, 'w')")
     with pytest.raises(WeightsMismatchError) as caught:
         resolve("./evil")
-    assert caught.value.code == 7 and "runs no code from a checkpoint" in str(caught.value)
+    assert caught.value.code == 7
+    assert "runs no code from a checkpoint" in str(caught.value)
     assert not marker.exists()
 
 
