@@ -57,9 +57,9 @@ class StepModel(Protocol):
     The object may also have these attributes:
 
     - `weights_directory: Path | None`: a directory of safetensors files whose tensors have the names of the
-      module's `state_dict`. graphpack then takes the weights from there, at save and at load, in place of those the
-      factory made. Without it the parameters and persistent buffers are read from the module each time the factory
-      runs, so the factory has to make the same ones every time.
+      module's `state_dict`. graphpack then takes the weights from there, in place of those the factory made.
+      Without it the parameters and persistent buffers are read from the module at save. A load never calls the
+      factory: it takes the weights from this directory, or from the one given as `--weights`.
     - `architecture: str`: the model's name in the archive; the class's name by default.
     - `config: Mapping`: plain values (numbers, strings, lists, maps) that tell two models of one class apart.
     """
