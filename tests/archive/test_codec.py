@@ -1,0 +1,395 @@
+"""What the decoders take is exactly what the encoders give; everything else is a corrupt archive."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import struct
+import subprocess
+import sys
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphpack.archive import codec
+from graphpack.archive.codec import (
+    compress,
+    decode_json,
+    decompress,
+    encode_json,
+    frame_record,
+    pack,
+    read_head,
+    unframe_record,
+    unpack,
+)
+from graphpack.archive.record import FormatVersion, Producer
+from graphpack.errors import CorruptArchiveError, UnsupportedFormatError
+from graphpack.schema import COUNT_LIMIT
+from tests.archive.build import frame
+
+TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=8)
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-COUNT_LIMIT, COUNT_LIMIT)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXT
+)
+
+
+def trees(scalars: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.recursive(scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4))
+
+
+def refused(call: Any, *arguments: Any) -> str:
+    """The message a decoder refuses with; it must name the file."""
+    with pytest.raises(CorruptArchiveError) as caught:
+        call(*arguments)
+    assert "FILE" in str(caught.value)
+    assert caught.value.problems[0].where == "FILE"
+    return caught.value.message
+
+
+# --- msgpack
+
+
+@given(trees(SCALARS | st.binary(max_size=8)))
+def test_msgpack_comes_back(value: Any) -> None:
+    data = pack(value)
+    assert unpack(data, "FILE") == value
+    assert pack(unpack(data, "FILE")) == data
+
+
+@given(trees(SCALARS), st.data())
+def test_one_value_has_one_encoding(value: Any, data: st.DataObject) -> None:
+    encoded = pack(value)
+    position = data.draw(st.integers(0, len(encoded) - 1))
+    changed = bytearray(encoded)
+    changed[position] ^= data.draw(st.integers(1, 255))
+    try:
+        other = unpack(bytes(changed), "FILE")
+    except CorruptArchiveError:
+        return
+    assert pack(other) == bytes(changed) != encoded
+
+
+def test_keys_are_sorted_at_all_levels() -> None:
+    assert pack({"b": {"d": 1, "c": 2}, "a": [{"z": 0, "y": 0}]}) == msgpack.packb(
+        {"a": [{"y": 0, "z": 0}], "b": {"c": 2, "d": 1}}
+    )
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b"\x82\xa1a\x01\xa1a\x02", id="repeated key"),
+        pytest.param(b"\x82\xa1b\x01\xa1a\x02", id="unsorted keys"),
+        pytest.param(b"\x81\xa1a\xcd\x00\x01", id="long integer"),
+        pytest.param(b"\x81\xa1a\xca\x3f\x80\x00\x00", id="float32"),
+        pytest.param(b"\x81\xd9\x01a\x01", id="long text header"),
+        pytest.param(b"\x81\xa1a\xd4\x05\x00", id="extension"),
+        pytest.param(b"\xd6\xff\x00\x00\x00\x00", id="timestamp"),
+        pytest.param(b"\x81\x01\x01", id="integer key"),
+        pytest.param(b"\x81\xc4\x01a\x01", id="byte string key"),
+        pytest.param(b"\x81\xa1\xff\x01", id="key that is no UTF-8"),
+        pytest.param(b"\xa3\xed\xa0\x80", id="lone surrogate"),
+        pytest.param(b"\x80\x80", id="trailing bytes"),
+        pytest.param(b"\xdd\xff\xff\xff\xff", id="list of 2^32-1"),
+        pytest.param(b"\xdf\xff\xff\xff\xff", id="map of 2^32-1"),
+        pytest.param(b"\xdb\xff\xff\xff\xff", id="text of 2^32-1"),
+        pytest.param(b"\x91" * 2000 + b"\x90", id="2000 levels"),
+        pytest.param(b"\x91" * codec.DEPTH_LIMIT + b"\x90", id="one level too many"),
+        pytest.param(b"\x91" * 10_000_000 + b"\x90", id="ten million levels"),
+        pytest.param(b"\xcf\x00\x20\x00\x00\x00\x00\x00\x00", id="2^53"),
+        pytest.param(msgpack.packb(-(2**53)), id="-2^53"),
+        pytest.param(b"\xcf" + b"\xff" * 8, id="2^64-1"),
+        pytest.param(msgpack.packb(math.nan), id="nan"),
+        pytest.param(msgpack.packb(-math.inf), id="-inf"),
+        pytest.param(b"\xc1", id="reserved byte"),
+        pytest.param(b"\x80\x04\x95\x00", id="pickle"),
+    ],
+)
+def test_other_msgpack_is_refused(data: bytes) -> None:
+    refused(unpack, data, "FILE")
+
+
+def test_msgpack_longer_than_its_limit() -> None:
+    data = pack("x" * 100)
+    assert unpack(data, "FILE", len(data))
+    assert "limit" in refused(unpack, data, "FILE", len(data) - 1)
+    assert "limit" in refused(unpack, bytes(codec.RECORD_LIMIT + 1), "FILE")
+
+
+def test_depth_limit_is_exact() -> None:
+    value: Any = []
+    for _ in range(codec.DEPTH_LIMIT - 1):
+        value = [value]
+    assert unpack(pack(value), "FILE") == value
+    with pytest.raises(ValueError, match="nested"):
+        pack([value])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        math.nan,
+        math.inf,
+        COUNT_LIMIT + 1,
+        -COUNT_LIMIT - 1,
+        2**70,
+        (1,),
+        {1},
+        {1: 2},
+        {b"a": 1},
+        "\ud800",
+        {"\udfff": 1},
+    ],
+)
+def test_what_has_no_encoding(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        pack(value)
+
+
+@pytest.mark.parametrize("item", [b"\x90", b"\x80", b"\xc0", b"\xa2ab", b"\x91\xc0"])
+def test_a_record_sized_bomb_stays_small(item: bytes) -> None:
+    """Seventy-fold growth in memory is stopped by counting values, not by the size of the document."""
+    script = (
+        "import resource, sys; from graphpack.archive.codec import unpack, RECORD_LIMIT\n"
+        "from graphpack.errors import CorruptArchiveError\n"
+        f"item = {item!r}; count = 250_000\n"
+        "block = b'\\xdd' + count.to_bytes(4, 'big') + item * count\n"
+        "blocks = (RECORD_LIMIT - 5) // len(block)\n"
+        "data = b'\\xdd' + blocks.to_bytes(4, 'big') + block * blocks\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "try: unpack(data, 'FILE')\n"
+        "except CorruptArchiveError: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 200 << 10, "KiB of memory"
+
+
+# --- JSON
+
+
+@given(st.dictionaries(TEXT, trees(SCALARS), max_size=4))
+def test_json_comes_back(value: Any) -> None:
+    data = encode_json(value)
+    assert decode_json(data, 1 << 20, "FILE") == value
+    assert data == encode_json(json.loads(data))
+
+
+def test_json_is_sorted_and_compact() -> None:
+    assert encode_json({"b": [1, 2], "a": "é"}) == '{"a":"é","b":[1,2]}'.encode()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b"null",
+        b'{"a":1,"a":1}',
+        b'{"a":{"b":1,"b":1}}',
+        b'{"a":NaN}',
+        b'{"a":Infinity}',
+        b'{"a":-Infinity}',
+        b'{"a":1e999}',
+        b'{"a":"\xff"}',
+        b'{"a":"\\ud800"}',
+        b'{"\\ud800":1}',
+        b'{"a":1}\n',
+        b' {"a":1}',
+        b'{"a":1}\x00',
+        b'{"a":1}{"a":1}',
+        b"\xef\xbb\xbf{}",
+        b'{"a":1',
+        b'{"a":1}}',
+        b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+        b'{"a":' + b"[" * codec.DEPTH_LIMIT + b"]" * codec.DEPTH_LIMIT + b"}",
+        b'{"a":' + b"1" * 5000 + b"}",
+        b"{\x80\x04.}",
+    ],
+)
+def test_other_json_is_refused(data: bytes) -> None:
+    refused(decode_json, data, 1 << 20, "FILE")
+
+
+def test_json_longer_than_its_limit() -> None:
+    assert decode_json(b'{"a":1}', 7, "FILE") == {"a": 1}
+    assert "limit" in refused(decode_json, b'{"a":1}', 6, "FILE")
+
+
+def test_json_that_nobody_could_read() -> None:
+    with pytest.raises(ValueError, match="not finite"):
+        encode_json({"a": math.nan})
+    with pytest.raises(ValueError, match="surrogates"):
+        encode_json({"a": "\ud800"})
+
+
+# --- The frame of a record
+
+
+PLAIN = {"format": {"major": 1, "minor": 0}, "producer": {"name": "graphpack", "version": "0.1.0"}, "x": 1}
+
+
+def test_the_frozen_bytes() -> None:
+    data = frame_record(PLAIN)
+    assert data[:16] == bytes.fromhex("89 47 50 4B 0D 0A 1A 0A 01 00 00 00") + struct.pack("<I", len(data) - 16)
+    assert data == frame(PLAIN)
+    assert unframe_record(data, "FILE") == PLAIN
+
+
+def test_every_truncation_and_flip_of_a_frame() -> None:
+    data = frame_record(PLAIN)
+    for length in range(len(data)):
+        refused(unframe_record, data[:length], "FILE")
+    refused(unframe_record, data + b"\0", "FILE")
+    for position in range(16):
+        for bit in range(8):
+            changed = bytearray(data)
+            changed[position] ^= 1 << bit
+            with pytest.raises((CorruptArchiveError, UnsupportedFormatError)):
+                unframe_record(bytes(changed), "FILE")
+
+
+@pytest.mark.parametrize("plain", [[], "text", {}, {"format": None}, {"format": {"major": 1, "minor": 1}}])
+def test_a_payload_that_is_no_record_of_this_version(plain: Any) -> None:
+    refused(unframe_record, frame(plain), "FILE")
+
+
+@pytest.mark.parametrize(("major", "advice"), [(0, "save again"), (2, "newer"), (65535, "newer")])
+def test_another_major(major: int, advice: str) -> None:
+    plain = {**PLAIN, "format": {"major": major, "minor": 7}}
+    data = frame(plain, (major, 7))
+    head = read_head(data, "FILE")
+    assert head.format == FormatVersion(major=major, minor=7)
+    assert head.producer == Producer(name="graphpack", version="0.1.0")
+    with pytest.raises(UnsupportedFormatError, match=f"{major}.7") as caught:
+        unframe_record(data, "FILE")
+    assert caught.value.code == 5
+    assert caught.value.problems[0].archived == f"{major}.7"
+    assert advice in caught.value.problems[0].hint
+    assert caught.value.problems[1].archived == "graphpack 0.1.0"
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x90", b"\x81\xa8producer\x01", b"another encoding altogether"])
+def test_a_future_payload_that_cannot_be_read(payload: bytes) -> None:
+    data = struct.pack("<8sHHI", codec.MAGIC, 9, 1, len(payload)) + payload
+    assert read_head(data, "FILE") == codec.Head(FormatVersion(major=9, minor=1), None)
+    with pytest.raises(UnsupportedFormatError) as caught:
+        unframe_record(data, "FILE")
+    assert len(caught.value.problems) == 1
+
+
+def test_a_record_too_large_to_write() -> None:
+    with pytest.raises(ValueError, match="limit"):
+        frame_record({**PLAIN, "x": "x" * codec.RECORD_LIMIT})
+
+
+# --- zstd
+
+
+@given(st.binary(min_size=1, max_size=2000))
+def test_content_comes_back(content: bytes) -> None:
+    assert decompress(compress(content), len(content), "FILE") == content
+
+
+@pytest.mark.parametrize("size", [1, 1 << 10, (8 << 20) - 1, 8 << 20, (8 << 20) + 1, 20 << 20])
+def test_frames_are_bounded(size: int) -> None:
+    content = b"ab" * (size // 2) + b"c" * (size % 2)
+    data = compress(content)
+    parameters = zstandard.get_frame_parameters(data)
+    assert parameters.has_checksum
+    assert parameters.content_size == size
+    assert parameters.window_size <= codec.WINDOW_LIMIT
+    assert decompress(data, size, "FILE") == content
+
+
+CONTENT = b"some content " * 20
+GOOD = compress(CONTENT)
+
+
+def test_every_truncation_and_every_flipped_bit_of_a_frame() -> None:
+    for length in range(len(GOOD)):
+        refused(decompress, GOOD[:length], len(CONTENT), "FILE")
+    for position in range(len(GOOD)):
+        for bit in range(8):
+            changed = bytearray(GOOD)
+            changed[position] ^= 1 << bit
+            try:
+                content = decompress(bytes(changed), len(CONTENT), "FILE")
+            except CorruptArchiveError:
+                continue
+            assert content == CONTENT  # a bit the format leaves unused: the digest of the file still tells
+
+
+def forged(size: int, body: bytes = b"\x01\x00\x00") -> bytes:
+    """A frame of one segment with a checksum flag and any claim of its content's size."""
+    return b"\x28\xb5\x2f\xfd" + bytes([0b11100100]) + struct.pack("<Q", size) + body
+
+
+@pytest.mark.parametrize(
+    ("data", "size"),
+    [
+        pytest.param(GOOD + b"\0", len(CONTENT), id="trailing byte"),
+        pytest.param(GOOD + GOOD, len(CONTENT), id="two frames"),
+        pytest.param(GOOD, len(CONTENT) - 1, id="another size declared"),
+        pytest.param(GOOD, 0, id="no content declared"),
+        pytest.param(GOOD, codec.CONTENT_LIMIT + 1, id="more than the limit declared"),
+        pytest.param(forged(1 << 40), 1 << 40, id="a terabyte claimed and declared"),
+        pytest.param(forged(1 << 62), len(CONTENT), id="2^62 claimed"),
+        pytest.param(forged((1 << 64) - 1), len(CONTENT), id="2^64-1 claimed"),
+        pytest.param(forged(16), 16, id="no blocks"),
+        pytest.param(forged(0), 0, id="nothing, and garbage"),
+        pytest.param(b"", 1, id="empty"),
+        pytest.param(b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd", 4, id="skippable frame"),
+        pytest.param(b"\x80\x04\x95pickle", 10, id="pickle"),
+        pytest.param(zstandard.ZstdCompressor().compress(CONTENT), len(CONTENT), id="no checksum"),
+        pytest.param(
+            zstandard.ZstdCompressor(write_checksum=True, write_content_size=False).compress(CONTENT),
+            len(CONTENT),
+            id="no content size",
+        ),
+    ],
+)
+def test_other_frames_are_refused(data: bytes, size: int) -> None:
+    refused(decompress, data, size, "FILE")
+
+
+def test_a_window_above_the_limit() -> None:
+    content = bytes(64 << 20)
+    parameters = zstandard.ZstdCompressionParameters.from_level(19, window_log=25, write_checksum=True)
+    data = zstandard.ZstdCompressor(compression_params=parameters).compress(content)
+    assert zstandard.get_frame_parameters(data).window_size > codec.WINDOW_LIMIT
+    refused(decompress, data, len(content), "FILE")
+
+
+def test_a_bomb_that_tells_the_truth_about_itself_is_bounded_by_the_limit() -> None:
+    data = zstandard.ZstdCompressor(write_checksum=True).compress(bytes(2 << 20))
+    assert "limit" not in refused(decompress, data, 2 << 20, "FILE", 1 << 20)
+
+
+def test_a_bomb_with_a_small_claim() -> None:
+    """A frame that claims 256 bytes and would yield a gibibyte."""
+    block = (1 << 17) << 3 | 0b010  # a run of 128 KiB
+    data = forged(256, (block.to_bytes(3, "little") + b"\0") * 8192 + b"\x01\x00\x00" + b"\0" * 4)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    refused(decompress, data, 256, "FILE")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10, "KiB of memory"
+
+
+@pytest.mark.parametrize("size", [0, codec.CONTENT_LIMIT + 1])
+def test_content_that_cannot_be_stored(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Content(bytes):
+        def __len__(self) -> int:
+            return size
+
+    with pytest.raises(ValueError, match="bytes of content"):
+        compress(Content())
