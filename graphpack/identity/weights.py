@@ -206,17 +206,17 @@ def _structure(
     for name in sorted({*archived, *here}):
         old, new, place = archived.get(name), here.get(name), places.get(name, "")
         if old is None or new is None:
-            sides = [f"{row.dtype} {list(row.shape)}" if row else "missing" for row in (old, new)]
-            problems.append(Problem(shown(name), sides[0], sides[1] + (place if new else ""), _OTHER_WEIGHTS))
+            before = f"{old.dtype} {list(old.shape)}" if old else "missing"
+            after = f"{new.dtype} {list(new.shape)}{place}" if new else "missing"
+            problems.append(Problem(shown(name), before, after, _OTHER_WEIGHTS))
             continue
-        for field, before, after in (
-            ("dtype", old.dtype, new.dtype),
-            ("shape", list(old.shape), list(new.shape)),
-            ("tied to", old.alias_of or "nothing", new.alias_of or "nothing"),
+        for before, after in (
+            (f"dtype {old.dtype}", f"dtype {new.dtype}"),
+            (f"shape {list(old.shape)}", f"shape {list(new.shape)}"),
+            (f"tied to {old.alias_of or 'nothing'}", f"tied to {new.alias_of or 'nothing'}"),
         ):
             if before != after:
-                sides = f"{field} {shown(before)}", f"{field} {shown(after)}{place}"
-                problems.append(Problem(shown(name), *sides, _OTHER_WEIGHTS))
+                problems.append(Problem(shown(name), shown(before), shown(after) + place, _OTHER_WEIGHTS))
     return problems
 
 
