@@ -131,14 +131,16 @@ def check_record_weights(record: Record) -> list[Problem]:
     tensors = {tensor.name: tensor for tensor in record.weights.tensors}
     problems = []
     size = 0
-    for tensor in record.weights.tensors:
+    for position, tensor in enumerate(record.weights.tensors):
         if tensor.alias_of is None:
             size += prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
             continue
         original = tensors.get(tensor.alias_of)
         if original is None or original.alias_of is not None or original.digest != tensor.digest:
             problems.append(
-                Problem(f"weights.tensors.{tensor.name}.alias_of", shown(tensor.alias_of), "no such tensor")
+                Problem(
+                    f"weights.tensors[{position}].alias_of", shown(tensor.alias_of), "no tensor of this name and digest"
+                )
             )
     if size != record.weights.bytes:
         problems.append(Problem("weights.bytes", str(record.weights.bytes), f"its tensors have {size}"))

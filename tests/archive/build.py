@@ -278,7 +278,7 @@ def reseal(archive: Path, path: str, value: Any, entry: int = 0) -> None:
     else:
         target[last] = value
     layers = None
-    if path.startswith("blobs"):
+    if path.startswith("blobs") and "blobs" in plain:
         layers = [
             {"mediaType": blob["media_type"], "digest": f"sha256:{blob['digest']}", "size": blob["size"]}
             for blob in plain["blobs"]

@@ -21,10 +21,8 @@ RECORD = "application/vnd.graphpack.record.v1"
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 TAG = "org.opencontainers.image.ref.name"
 DESCRIPTOR = {"mediaType", "digest", "size", "urls", "annotations", "data", "artifactType", "platform"}
-SECTIONS = set(
-    "format features producer entry model weights layout environment settings graphs constants blobs extensions"
-    " informational".split()
-)
+SECTIONS = {"format", "features", "producer", "entry", "model", "weights", "layout", "environment", "settings"}
+SECTIONS |= {"graphs", "constants", "blobs", "extensions", "informational"}
 
 
 class RefusedError(Exception):

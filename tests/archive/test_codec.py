@@ -33,7 +33,7 @@ from graphpack.errors import CorruptArchiveError, UnsupportedFormatError
 from graphpack.schema import COUNT_LIMIT
 from tests.archive.build import frame
 
-TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=8)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 SCALARS = (
     st.none()
     | st.booleans()

@@ -94,9 +94,9 @@ def test_any_blob_comes_back(content: bytes, tmp_path_factory: pytest.TempPathFa
 @given(
     name=st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", fullmatch=True),
     informational=st.dictionaries(
-        st.text(st.characters(exclude_categories=("Cs",))), st.integers(-5, 5) | st.text("é\0")
+        st.text(st.characters(exclude_categories=["Cs"])), st.integers(-5, 5) | st.text("é\0")
     ),
-    reference=st.text(st.characters(exclude_categories=("Cs",)), max_size=50),
+    reference=st.text(st.characters(exclude_categories=["Cs"]), max_size=50),
 )
 def test_any_record_comes_back(
     name: str, informational: dict[str, Any], reference: str, tmp_path_factory: pytest.TempPathFactory
@@ -509,7 +509,7 @@ def test_reading_a_read_only_archive_as_another_user(archive: Path, tmp_path: Pa
         "(entry,) = archive.find(None)\n"
         "print(entry.name, len([archive.read_blob(blob) for blob in entry.record.blobs]))\n"
     )
-    for folder in [*tmp_path.parents][:2] + [tmp_path]:
+    for folder in (*list(tmp_path.parents)[:2], tmp_path):
         folder.chmod(0o755)
     done = run_as_nobody(code, archive)
     assert done.stdout == "tiny 5\n", done.stderr
@@ -518,7 +518,7 @@ def test_reading_a_read_only_archive_as_another_user(archive: Path, tmp_path: Pa
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="drops root's rights to see a refusal")
 def test_files_that_cannot_be_read(archive: Path, tmp_path: Path) -> None:
-    for folder in [*tmp_path.parents][:2] + [tmp_path]:
+    for folder in (*list(tmp_path.parents)[:2], tmp_path):
         folder.chmod(0o755)
     (archive / "index.json").chmod(0o600)
     code = (

@@ -1,0 +1,276 @@
+"""The lock, temporary files, and file systems that lack something."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphpack.archive import files
+from graphpack.archive.files import locked, probe, read_file, sweep, sync_folder, write_file
+from graphpack.archive.store import Archive
+from graphpack.errors import CorruptArchiveError, StorageError
+from tests.archive.build import make_record
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from graphpack.archive.files import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(float(sys.argv[2]))
+"""
+
+
+def hold(folder: Path, seconds: float) -> subprocess.Popen[str]:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder), str(seconds)], stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    return holder
+
+
+def finish(holder: subprocess.Popen[str]) -> None:
+    holder.kill()
+    holder.communicate()
+
+
+def test_a_held_lock_names_its_holder(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    holder = hold(archive, 60)
+    try:
+        monkeypatch.setattr(files, "LOCK_TIMEOUT", 0.2)
+        writer = Archive.create(archive)
+        ref = writer.put_entry(make_record("second"))
+        with pytest.raises(StorageError) as caught:
+            writer.commit(ref, "second")
+        assert f"is being written by process {holder.pid}" in caught.value.message
+        assert caught.value.code == 12
+        assert Archive.open(archive).entry_names() == ("tiny",), "readers need no lock"
+    finally:
+        finish(holder)
+    writer.commit(ref, "second")
+    assert Archive.open(archive).entry_names() == ("tiny", "second")
+    assert not (archive / ".lock").exists()
+
+
+def test_a_lock_is_waited_for(archive: Path) -> None:
+    holder = hold(archive, 0.5)
+    writer = Archive.create(archive)
+    writer.commit(writer.put_entry(make_record("second")), "second")
+    holder.communicate()
+    assert holder.returncode == 0
+    assert Archive.open(archive).entry_names() == ("tiny", "second")
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"9" * 40])
+def test_a_lock_whose_holder_is_unknown(tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "LOCK_TIMEOUT", 0.0)
+    (tmp_path / ".lock").write_bytes(content)
+    with (tmp_path / ".lock").open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(StorageError, match="being written by"), locked(tmp_path):
+            pass
+
+
+def test_writers_take_turns(tmp_path: Path) -> None:
+    inside = 0
+    most = 0
+
+    def work() -> None:
+        nonlocal inside, most
+        for _ in range(5):
+            with locked(tmp_path):
+                inside += 1
+                most = max(most, inside)
+                time.sleep(0.002)
+                inside -= 1
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 1
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_lock_that_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".lock")
+    with pytest.raises(StorageError, match="not a regular file"), locked(tmp_path):
+        pass
+    (tmp_path / ".lock").unlink()
+    (tmp_path / ".lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match="lock"), locked(tmp_path):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_file_systems_without_locks(archive: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, how: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    stale = archive / ".tmp-1-00"
+    stale.write_bytes(b"")
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    writer = Archive.create(archive)
+    writer.commit(writer.put_entry(make_record("second")), "second")
+    assert Archive.open(archive).entry_names() == ("tiny", "second")
+    assert stale.exists(), "without locks nobody can tell whether it is being written"
+
+
+def test_a_lock_that_fails_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, how: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(StorageError, match="Input/output error"), locked(tmp_path):
+        pass
+
+
+def test_a_lock_that_cannot_be_removed(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unlink = os.unlink
+
+    def busy(path: Any) -> None:
+        if Path(path).name == ".lock":
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", busy)
+    writer = Archive.create(archive)
+    writer.commit(writer.put_entry(make_record("second")), "second")
+    writer.commit(writer.put_entry(make_record("third")), "third")
+    assert Archive.open(archive).entry_names() == ("tiny", "second", "third")
+
+
+def test_only_temporary_files_that_nobody_writes_are_swept(tmp_path: Path) -> None:
+    (tmp_path / ".tmp-123-dead").write_bytes(b"x")
+    (tmp_path / "kept").write_bytes(b"x")
+    with (tmp_path / ".tmp-123-live").open("wb") as live:
+        fcntl.flock(live, fcntl.LOCK_EX)
+        sweep(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == [".tmp-123-live", "kept"]
+
+
+def test_a_temporary_file_swept_too_early_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def swept(descriptor: int, how: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == 1:
+            (file,) = tmp_path.iterdir()
+            file.unlink()
+
+    monkeypatch.setattr(fcntl, "flock", swept)
+    write_file(tmp_path, "name", b"content")
+    assert len(calls) == 2
+    assert (tmp_path / "name").read_bytes() == b"content"
+    assert os.listdir(tmp_path) == ["name"]
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "fchmod", "rename", "fstat"])
+def test_a_failing_write_leaves_nothing(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, refuse)
+        if call == "fstat":
+            patch.setattr(files, "_open_temporary", _temporary)
+        with pytest.raises(StorageError, match="No space left"):
+            write_file(tmp_path, "name", b"content", read_only=True)
+    assert os.listdir(tmp_path) == []
+
+
+def _temporary(folder: Path) -> tuple[int, Path]:
+    path = folder / ".tmp-1-00"
+    return os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), path
+
+
+def test_a_write_that_lost_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "write", lambda descriptor, data: len(data))
+    with pytest.raises(StorageError, match="another length"):
+        write_file(tmp_path, "name", b"content")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_write_in_small_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, bytes(data[:3])))
+    write_file(tmp_path, "name", b"content")
+    assert (tmp_path / "name").read_bytes() == b"content"
+
+
+def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(descriptor: int, data: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "write", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_file(tmp_path, "name", b"content")
+    assert os.listdir(tmp_path) == []
+
+
+def test_directories_that_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(number: int) -> Any:
+        def fsync(descriptor: int) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return fsync
+
+    monkeypatch.setattr(os, "fsync", refuse(errno.EINVAL))
+    sync_folder(tmp_path)
+    monkeypatch.setattr(os, "fsync", refuse(errno.EIO))
+    with pytest.raises(OSError, match="Input/output"):
+        sync_folder(tmp_path)
+
+
+def test_probing(tmp_path: Path) -> None:
+    probe(tmp_path)
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(StorageError, match="No such file"):
+        probe(tmp_path / "missing")
+
+
+def test_a_file_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    read = os.read
+
+    def grow(descriptor: int, size: int) -> bytes:
+        with (tmp_path / "file").open("ab") as file:
+            file.write(b"x")
+        return read(descriptor, size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "read", grow)
+        with pytest.raises(CorruptArchiveError, match="changed its length"):
+            read_file(tmp_path, "file", limit=100)
+    monkeypatch.setattr(os, "read", lambda descriptor, size: b"")
+    with pytest.raises(CorruptArchiveError, match="changed its length"):
+        read_file(tmp_path, "file", limit=100)
+
+
+def test_a_disk_that_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+
+    def refuse(descriptor: int, size: int) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "read", refuse)
+    with pytest.raises(StorageError, match="Input/output error"):
+        read_file(tmp_path, "file", limit=100)
+
+
+def test_a_file_above_its_limit(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    with pytest.raises(CorruptArchiveError, match="more than the limit of 6"):
+        read_file(tmp_path, "file", limit=6)
