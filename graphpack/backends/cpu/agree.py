@@ -68,7 +68,7 @@ def same_constants(captured: Sequence[CapturedGraph]) -> Mapping[str, tuple[Tens
 def _described(found: CapturedGraph, constants: frozenset[str], source: WeightSource) -> Graph:
     loaded = CompiledObject(loaded_torch(), found.code, f"object of bucket {found.bucket}")
     try:
-        names = binding_names(loaded, frozenset(source.tensors), frozenset(source.aliases), constants, found.bucket)
+        names = binding_names(loaded, frozenset(source.tensors), source.aliases, constants, found.bucket)
     finally:
         loaded.close()
     return Graph(

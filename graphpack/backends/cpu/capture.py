@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +90,7 @@ def capture(
 def binding_names(
     code: CompiledObject,
     weights: frozenset[str],
-    aliases: frozenset[str],
+    aliases: Mapping[str, str],
     constants: frozenset[str],
     bucket: Bucket,
 ) -> tuple[str, ...]:
@@ -101,8 +101,9 @@ def binding_names(
     Raises CaptureRefusedError naming each difference.
     """
     names = tuple(constant.name for constant in code.constants())
-    missing = sorted((weights | constants) - set(names))
-    extra = sorted(set(names) - weights - aliases - constants)
+    read = {aliases.get(name, name) for name in names}
+    missing = sorted((weights | constants) - read)
+    extra = sorted(read - weights - constants)
     problems = [Problem(name, "", "is not read by the compiled object", "remove it, or use it") for name in missing]
     problems += [Problem(name, "", "is in the object but not in the model") for name in extra]
     if problems:
