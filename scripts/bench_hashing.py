@@ -4,8 +4,9 @@
     python scripts/bench_hashing.py CHECKPOINT [--runs 5] [--threads 1,2] [--cold]
 
 Plain: `hashlib.sha256` over pieces of 1 MiB of the same bytes held in memory. Read: `hash_weights` over the files. Both
-run with the same number of threads, in turns; medians and their ratio are printed. Files are read once before, so they
-come from the page cache; with --cold their pages are dropped before each run, and reading without hashing is timed too.
+run with the same number of threads, in turns; medians and their ratios are printed, by the clock and by processor time
+(which other work on the machine disturbs less). Files are read once before, so they come from the page cache; with
+--cold their pages are dropped before each run, and reading without hashing is timed too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -47,9 +48,10 @@ def main() -> None:
             }
             if options.cold:
                 ways["only reading"] = partial(read_files, source)
-            rates = measure(ways, size, options.runs, source.files if options.cold else ())
-            shown = ", ".join(f"{way} {rate / 1e9:.2f} GB/s" for way, rate in rates.items())
-            print(f"threads {threads}: {shown}, read/plain {rates['read'] / rates['plain']:.3f}")
+            seconds = measure(ways, options.runs, source.files if options.cold else ())
+            shown = ", ".join(f"{way} {size / clock / 1e9:.2f} GB/s" for way, (clock, _) in seconds.items())
+            clock, processor = (plain / read for plain, read in zip(seconds["plain"], seconds["read"], strict=True))
+            print(f"threads {threads}: {shown}, read/plain {clock:.3f}, by processor time {processor:.3f}")
 
 
 def open_all(directory: Path) -> WeightSource:
@@ -63,17 +65,17 @@ def open_all(directory: Path) -> WeightSource:
     return WeightSource(tensors, {}, files, [file.path for file in files])
 
 
-def measure(ways: dict[str, Callable[[], object]], size: int, runs: int, cold: tuple[Path, ...]) -> dict[str, float]:
-    """Median bytes a second of each way; the ways take turns."""
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
+def measure(ways: dict[str, Callable[[], object]], runs: int, cold: Sequence[Path]) -> dict[str, tuple[float, float]]:
+    """Median seconds of each way, by the clock and of processor time; the ways take turns."""
+    taken: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     for _ in range(runs):
         for way, run in ways.items():
             for path in cold:
                 drop_pages(path)
-            start = time.perf_counter()
+            clock, processor = time.perf_counter(), time.process_time()
             run()
-            seconds[way].append(time.perf_counter() - start)
-    return {way: size / median(taken) for way, taken in seconds.items()}
+            taken[way].append((time.perf_counter() - clock, time.process_time() - processor))
+    return {way: (median(one for one, _ in both), median(two for _, two in both)) for way, both in taken.items()}
 
 
 def hash_memory(memory: bytes, threads: int) -> None:

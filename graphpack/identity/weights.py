@@ -11,7 +11,6 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -114,6 +113,9 @@ def _tensor_digests(
     progress: Callable[[int], None] | None,
     threads: int,
 ) -> dict[str, str]:
+    # Imported here because it takes milliseconds, and a load that does not verify never hashes.
+    from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+
     leaf_digests: dict[str, bytearray] = {}
     leaves: deque[_Leaf] = deque()
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].file, item[1].offset)):
@@ -127,7 +129,12 @@ def _tensor_digests(
     with ThreadPoolExecutor(threads, "graphpack-hash") as pool:
         try:
             workers = {pool.submit(_hash_leaves, leaves, read_into, done, worker) for worker in range(threads)}
-            _await(workers, done, progress)
+            while workers:
+                finished, workers = wait(workers, _PROGRESS_SECONDS if progress else None, FIRST_EXCEPTION)
+                for future in finished:
+                    future.result()
+                if progress:
+                    progress(sum(done))
         finally:
             leaves.clear()  # What makes the threads stop after an error or an interrupt.
     return {name: _tensor_digest(tensors[name].bytes, digests) for name, digests in leaf_digests.items()}
@@ -151,15 +158,6 @@ def _hash_leaves(
         digest = hashlib.sha256(buffer[start - 1 : start + leaf.length]).digest()
         leaf.digests[leaf.place : leaf.place + _DIGEST_BYTES] = digest
         done[worker] += leaf.length
-
-
-def _await(workers: set[Future[None]], done: list[int], progress: Callable[[int], None] | None) -> None:
-    while workers:
-        finished, workers = wait(workers, _PROGRESS_SECONDS if progress else None, FIRST_EXCEPTION)
-        for worker in finished:
-            worker.result()
-        if progress:
-            progress(sum(done))
 
 
 def _tensor_digest(size: int, leaf_digests: bytearray) -> str:
