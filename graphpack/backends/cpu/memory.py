@@ -31,7 +31,8 @@ class CpuMemory:
         self._weights = weights
         self.weights_mode = "copied" if copy_weights else "mapped in place"
         states = [region for region in regions if region.kind == "state"]
-        self._state = mmap.mmap(-1, max(sum(_aligned(region.bytes) for region in states), mmap.PAGESIZE))
+        size = max(sum(_aligned(region.bytes) for region in states), mmap.PAGESIZE)
+        self._state = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         offset = 0
         for region in states:
             self._arrays[region.name] = _shaped(memoryview(self._state)[offset : offset + region.bytes], region)
@@ -51,7 +52,7 @@ class CpuMemory:
         return _shaped(memoryview(bytearray(view)) if copy else view, region)
 
     def reset_state(self) -> None:
-        # Anonymous private pages read as zero again after MADV_DONTNEED; large states need not be written.
+        # Private anonymous pages, unlike shared ones, read as zero again after this; large states need not be written.
         self._state.madvise(_MADV_DONTNEED)
 
     def array(self, region: str) -> np.ndarray:
