@@ -9,13 +9,14 @@ sample of the others and a SHA-256 of all. `docs/format.md`, section Goldens, gi
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from graphpack.archive import codec
-from graphpack.convert import widened
+from graphpack.convert import convert, widened
 from graphpack.dtypes import DTYPES
 from graphpack.errors import CorruptArchiveError, Problem
 from graphpack.graph import Bucket, TensorSpec
@@ -91,7 +92,8 @@ class Driver:
 
     def _seeded(self, spec: TensorSpec) -> np.ndarray:
         if DTYPES[spec.dtype].floating:
-            return self._generator.standard_normal(spec.shape).astype(DTYPES[spec.dtype].numpy)
+            values = np.asarray(self._generator.standard_normal(spec.shape), np.float32)
+            return convert(memoryview(values.tobytes()), "float32", spec.dtype).reshape(spec.shape)
         low, high = spec.minimum or 0, spec.maximum if spec.maximum is not None else 1
         return self._generator.integers(low, high, spec.shape, endpoint=True).astype(DTYPES[spec.dtype].numpy)
 
@@ -169,12 +171,12 @@ class Comparison:
         rows = golden.rows[step]
         values = widened(output, dtype)
         some = values[rows]
-        pairs = (
-            (np.take_along_axis(some, golden.top_indices[step], axis=1), golden.top_values[step]),
-            (some[:, golden.sample_indices], golden.sample_values[step]),
-        )
-        worst = max(_worst(here, archived) for here, archived in pairs)
-        self.max_difference = max(self.max_difference, worst)
+        top_here = np.take_along_axis(some, golden.top_indices[step], axis=1)
+        here = np.concatenate([top_here, some[:, golden.sample_indices]], axis=1)
+        archived = np.concatenate([golden.top_values[step], golden.sample_values[step]], axis=1)
+        # No graph with a NaN among its outputs is saved, so one that is not among the recorded values is wrong too.
+        worst = math.nan if np.isnan(some).any() else largest_difference(here, archived)
+        self.max_difference = float(np.maximum(self.max_difference, worst))
         self.bit_identical = self.bit_identical and bool((row_digests(output, rows) == golden.digests[step]).all())
         if not worst <= self.tolerance:
             self._differs(step, f"within {self.tolerance:.3g}", f"differs by {worst:.3g}")
@@ -183,18 +185,19 @@ class Comparison:
         clear = top[:, 0] - top[:, 1] > 2 * self.tolerance if top.shape[1] > 1 else np.ones(len(top), bool)
         self.argmax_compared += int(clear.sum())
         for row, choice in zip(rows[clear], golden.argmax[step][rows[clear]], strict=True):
-            here = int(values[row].argmax())
-            if here != choice:
-                self._differs(step, f"row {row} chooses {choice}", f"chooses {here}")
+            chosen = int(values[row].argmax())
+            if chosen != choice:
+                self._differs(step, f"row {row} chooses {choice}", f"chooses {chosen}")
 
     def _differs(self, step: int, archived: str, here: str) -> None:
         if not self.problems:
             self.problems.append(Problem(f"step {step}", archived, here))
 
 
-def _worst(here: np.ndarray, archived: np.ndarray) -> float:
-    difference = np.abs(here.astype(np.float64) - archived)
-    # Equal infinities are no difference (their subtraction is NaN); any other NaN must stay one and fail.
+def largest_difference(here: np.ndarray, archived: np.ndarray) -> float:
+    """Largest absolute difference; equal infinities do not differ, and a NaN on either side gives NaN."""
+    with np.errstate(invalid="ignore"):
+        difference = np.abs(here.astype(np.float64) - archived)
     difference[here == archived] = 0
     return float(difference.max(initial=0.0))
 

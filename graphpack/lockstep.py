@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +13,7 @@ import torch
 from graphpack.backends import Executable
 from graphpack.convert import widened
 from graphpack.errors import CaptureRefusedError, Problem
-from graphpack.golden import STEPS, Driver, Golden, Recorder, recorded_tolerance, tolerance_cap
+from graphpack.golden import STEPS, Driver, Golden, Recorder, largest_difference, recorded_tolerance, tolerance_cap
 from graphpack.graph import Bucket, TensorSpec
 
 
@@ -22,6 +24,18 @@ class Agreement:
     golden: Golden
     deviation: float
     tolerance: float
+
+
+@contextmanager
+def evaluating(module: torch.nn.Module) -> Iterator[None]:
+    """The module in evaluation mode; afterwards each of its parts is as it was."""
+    training = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, was in training.items():
+            part.training = was
 
 
 @dataclass(slots=True)
@@ -48,7 +62,7 @@ def run(
     output: TensorSpec,
     dtype: str,
 ) -> Agreement:
-    """Drive both for the golden's steps from zeroed state.
+    """Drive both for the golden's steps from zeroed state, the module in evaluation mode.
 
     `output` is `[batch, n]`, floating. The caller has zeroed the graph's state.
     Raises CaptureRefusedError if the graph's values leave the largest tolerance for `dtype`, or its argmax differs
@@ -65,14 +79,12 @@ def run(
         raw = executable.run(given)[output.name]
         graph = widened(raw, output.dtype)
         rows = driver.joined(step)
-        difference = np.abs(eager[rows].astype(np.float64) - graph[rows])
-        worst = float(difference.max(initial=0.0))
-        deviation = worst if worst != worst else max(deviation, worst)
-        span = max(span, float(np.ptp(eager[rows])) if rows.any() else 0.0)
+        deviation = float(np.maximum(deviation, largest_difference(graph[rows], eager[rows])))
+        span = max(span, _span(eager[rows]))
         disagreements.add(step, eager, graph, rows)
         recorder.add(given, raw, output.dtype)
         driver.advance(step, eager.argmax(axis=1))
-        if deviation != deviation:
+        if math.isnan(deviation):
             break
     cap = tolerance_cap(dtype, span)
     tolerance = recorded_tolerance(deviation, cap)
@@ -89,6 +101,12 @@ def run(
     return Agreement(recorder.finish(), deviation, tolerance)
 
 
+def _span(values: np.ndarray) -> float:
+    """From the smallest to the largest finite value."""
+    finite = values[np.isfinite(values)]
+    return float(np.ptp(finite)) if finite.size else 0.0
+
+
 def _eager(
     module: torch.nn.Module,
     given: Mapping[str, np.ndarray],
@@ -97,7 +115,7 @@ def _eager(
 ) -> np.ndarray:
     """The first output of the module itself, bfloat16 as uint16."""
     tensors = [torch.from_numpy(given[spec.name]).view(getattr(torch, spec.dtype)) for spec in inputs]
-    with torch.no_grad():
+    with torch.no_grad(), evaluating(module):
         result = module(*tensors, *state)
     first = result if isinstance(result, torch.Tensor) else result[0]
     dense = first.contiguous()

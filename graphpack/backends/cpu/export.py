@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 
 from graphpack.errors import CaptureRefusedError, Problem
 from graphpack.graph import TensorSpec
+from graphpack.lockstep import evaluating
 
 _LIBRARY = Path(torch.__file__).parent
 
@@ -43,18 +44,13 @@ def trace(
     Raises CaptureRefusedError naming the operation and the model's source line.
     """
     examples = tuple(example(spec) for spec in (*inputs, *state))
-    training = {name: part.training for name, part in module.named_modules()}
-    module.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with evaluating(module), torch.no_grad(), torch.random.fork_rng(devices=[]):
             program = torch.export.export(module, examples, strict=False)
     except Exception as error:  # noqa: BLE001 - torch.export raises a dozen unrelated types for one reason: not capturable
         raise CaptureRefusedError(
             "the model does something that a captured graph cannot hold", [_trace_problem(error)]
         ) from error
-    finally:
-        for name, part in module.named_modules():
-            part.training = training[name]
     problems = [*_refused_nodes(program)]
     if problems:
         raise CaptureRefusedError("the model does something that a captured graph cannot hold", problems)
