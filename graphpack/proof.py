@@ -56,7 +56,8 @@ def _prove(archive: Path, ref: EntryRef, weights: str) -> list[str]:
 
 def _again(error: dict[str, Any]) -> GraphpackError:
     """The error object of the other process as an exception of its own class."""
-    kinds = {cls.kind: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, GraphpackError)}
+    classes = (cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, GraphpackError))
+    kinds = {cls.kind: cls for cls in classes if "kind" in vars(cls)}
     problems = [Problem(**problem) for problem in error["problems"]]
     return kinds.get(error["kind"], GraphpackError)(error["message"], problems)
 
