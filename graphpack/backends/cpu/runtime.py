@@ -103,11 +103,15 @@ class CompiledObject:
             raise EnvironmentMismatchError(
                 "the compiled object cannot be loaded here", [Problem(label, "", str(error))]
             ) from error
-        self._run = self._function("Run")
-        self._run.argtypes = [c_void_p, c_void_p, c_size_t, c_void_p, c_size_t, c_void_p, c_void_p]
-        create = self._function("CreateWithDevice")
-        create.argtypes = [POINTER(c_void_p), c_size_t, c_char_p, c_char_p]
-        self._call(create(byref(self._container), 1, b"cpu", None), "create")
+        try:
+            self._run = self._function("Run")
+            self._run.argtypes = [c_void_p, c_void_p, c_size_t, c_void_p, c_size_t, c_void_p, c_void_p]
+            create = self._function("CreateWithDevice")
+            create.argtypes = [POINTER(c_void_p), c_size_t, c_char_p, c_char_p]
+            self._call(create(byref(self._container), 1, b"cpu", None), "create")
+        except BaseException:
+            self.close()
+            raise
 
     def _function(self, name: str) -> Any:
         try:
@@ -159,7 +163,8 @@ class CompiledObject:
     def close(self) -> None:
         if self._fd < 0:
             return
-        self._function("Delete")(self._container)
+        if self._container:
+            self._function("Delete")(self._container)
         # Objects are built without GNU_UNIQUE symbols, so that this really unmaps the code.
         _ctypes.dlclose(self._library._handle)
         os.close(self._fd)
