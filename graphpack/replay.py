@@ -18,9 +18,9 @@ from graphpack.errors import ClosedError, InputError, OutputsDifferError, Proble
 from graphpack.golden import Comparison, Golden, is_decode
 from graphpack.graph import Bucket, TensorSpec
 from graphpack.results import BenchRow, LoadedEntry, VerifiedBucket
-from graphpack.tensor import Tensor
+from graphpack.tensor import Tensor, carrier_of
 
-_DLPACK_CPU = 1
+WRONG_INPUTS = "the step was called with inputs it was not captured for"
 
 
 class RestoredModel:
@@ -58,17 +58,17 @@ class RestoredModel:
         Each argument is int64 `[rows]`, dense: a list, a numpy array, or anything with `__dlpack__` on a CPU.
         Row i reads and writes the KV state of `slots[i]` (by default slot i) and puts its token at
         `positions[i]`. `policy` is `pad`, the smallest bucket that holds the rows, the rest being padding in the
-        scratch slot; or `exact`, only a bucket of just this many rows. `copy=False` returns a view that the next
-        step overwrites.
+        scratch slot; or `exact`, only a bucket of just this many rows. `copy=False` returns the graph's own memory,
+        which a later step may overwrite.
 
         Raises InputError, before anything runs, for any other shape, dtype, stride, device or value, and for more
         rows or a later position than any bucket holds; ClosedError after `close`.
         """
         if policy not in ("pad", "exact"):
             raise InputError(f"no such policy: {policy!r}", [Problem("policy", "pad, exact", repr(policy))])
-        given = {"token_ids": _array(token_ids), "positions": _array(positions)}
-        rows = given["token_ids"].shape[0] if given["token_ids"].ndim else 0
-        given["slots"] = _array(slots) if slots is not None else np.arange(rows, dtype=np.int64)
+        given = _arrays({"token_ids": token_ids, "positions": positions})
+        rows = _row_count(given)
+        given |= {"slots": np.arange(rows, dtype=np.int64)} if slots is None else _arrays({"slots": slots})
         with self._lock:
             graph, executable = self._choose(given["positions"], rows, policy)
             specs = tuple(_with_rows(spec, rows) for spec in graph.inputs)
@@ -88,7 +88,7 @@ class RestoredModel:
             if bucket not in self._graphs:
                 raise InputError(f"no graph was captured for bucket {bucket}", [self._buckets_problem(str(bucket))])
             graph, executable = self._graphs[bucket]
-            given = {name: _array(value) for name, value in inputs.items()}
+            given = _arrays(inputs)
             _check_inputs(graph.inputs, given, scratch_allowed=True)
             outputs = executable.run(given)
             return {
@@ -232,19 +232,31 @@ def verify_graphs(
     return tuple(verified)
 
 
-def _array(value: Any) -> np.ndarray:
-    """`value` as numpy sees it, without converting dtype or strides. InputError for another device."""
-    if isinstance(value, np.ndarray):
-        return value
-    if hasattr(value, "__dlpack_device__"):
-        kind, _ = value.__dlpack_device__()
-        if int(kind) != _DLPACK_CPU:
-            raise InputError("an input is on another device", [Problem("device", "cpu", f"DLPack device type {kind}")])
-        return np.from_dlpack(value)
-    try:
-        return np.asarray(value)
-    except (TypeError, ValueError) as error:
-        raise InputError("an input is not an array", [Problem(type(value).__name__, "", str(error))]) from error
+def _arrays(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Each value as numpy sees it, without converting dtype or strides. InputError for what is no array on a CPU."""
+    arrays: dict[str, np.ndarray] = {}
+    problems = []
+    for name, value in values.items():
+        shared = not isinstance(value, np.ndarray) and hasattr(value, "__dlpack_device__")
+        try:
+            arrays[name] = carrier_of(value) if shared else np.asarray(value)
+        except (TypeError, ValueError) as error:
+            problems.append(Problem(name, "a dense array on the CPU", str(error)))
+    if problems:
+        raise InputError("the step was called with something else than arrays on the CPU", problems)
+    return arrays
+
+
+def _row_count(given: Mapping[str, np.ndarray]) -> int:
+    """The length of the arrays of a decode step. InputError for arrays that are not a row of values."""
+    problems = [
+        Problem(name, "one integer a row", f"{value.dtype} of shape {list(value.shape)}")
+        for name, value in given.items()
+        if value.ndim != 1
+    ]
+    if problems:
+        raise InputError(WRONG_INPUTS, problems)
+    return len(given["token_ids"])
 
 
 def _with_rows(spec: TensorSpec, rows: int) -> TensorSpec:
@@ -270,7 +282,7 @@ def _check_inputs(specs: Sequence[TensorSpec], given: Mapping[str, np.ndarray], 
     if not problems and is_decode(tuple(specs)):
         problems += _check_slots(specs[2], given["slots"], scratch_allowed)
     if problems:
-        raise InputError("the step was called with inputs it was not captured for", problems)
+        raise InputError(WRONG_INPUTS, problems)
 
 
 def _check_input(spec: TensorSpec, value: np.ndarray) -> list[Problem]:

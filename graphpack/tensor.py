@@ -1,59 +1,71 @@
-"""What a step returns: a small owner of dense CPU elements that any framework can take through DLPack."""
+"""What a step returns: a small owner of dense CPU elements that any framework can take through DLPack.
+
+numpy exports and imports the memory; the one thing it cannot say, that 16-bit words are bfloat16, is set or cleared
+in the capsule's header on its way.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_int32, c_int64, c_uint8, c_uint16, c_uint64, c_void_p
+from ctypes import c_int32, c_uint8, c_uint16, c_void_p
 from typing import Any
 
 import numpy as np
 
 from graphpack.convert import widened
-from graphpack.dtypes import DTYPES
-from graphpack.graph import row_major_strides
 
 _CPU = 1
-_BFLOAT16_CODE = 4
-_CODES = {"i": 0, "u": 1, "f": 2, "b": 6}
-"""DLDataTypeCode and DLDeviceType of dlpack.h."""
+_UNSIGNED, _BFLOAT = 1, 4
+"""DLDeviceType and DLDataTypeCode of dlpack.h."""
 
 
-class _DLTensor(ctypes.Structure):
+class _Header(ctypes.Structure):
+    """The start of DLTensor, which a DLManagedTensor begins with."""
+
     _fields_ = (
         ("data", c_void_p), ("device_type", c_int32), ("device_id", c_int32), ("ndim", c_int32),
         ("code", c_uint8), ("bits", c_uint8), ("lanes", c_uint16),
-        ("shape", POINTER(c_int64)), ("strides", POINTER(c_int64)), ("byte_offset", c_uint64),
     )  # fmt: skip
 
 
-class _DLManagedTensor(ctypes.Structure):
-    _fields_ = (("tensor", _DLTensor), ("context", c_void_p), ("deleter", c_void_p))
-
-
-_exported: dict[int, tuple[Any, ...]] = {}
-"""What DLPack consumers still hold, by the address of the managed tensor: kept alive until they call the deleter."""
-
-
-@ctypes.CFUNCTYPE(None, c_void_p)
-def _release(address: int) -> None:
-    _exported.pop(address, None)
-
-
-@ctypes.CFUNCTYPE(None, c_void_p)
-def _release_unconsumed(capsule: int) -> None:
-    # A consumer renames the capsule; one still called "dltensor" was never taken.
-    if _capsule_is_valid(capsule, b"dltensor"):
-        _exported.pop(_capsule_pointer(capsule, b"dltensor"), None)
-
-
-_capsule_is_valid = ctypes.pythonapi.PyCapsule_IsValid
-_capsule_is_valid.argtypes = [c_void_p, ctypes.c_char_p]
 _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-_capsule_pointer.argtypes = [c_void_p, ctypes.c_char_p]
+_capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 _capsule_pointer.restype = c_void_p
-_capsule_new = ctypes.pythonapi.PyCapsule_New
-_capsule_new.argtypes = [c_void_p, ctypes.c_char_p, c_void_p]
-_capsule_new.restype = ctypes.py_object
+
+
+def _relabelled(capsule: object, old: int, new: int) -> object:
+    """A capsule that nobody has taken yet, its 16-bit elements of type code `old` now called `new`."""
+    header = _Header.from_address(_capsule_pointer(capsule, b"dltensor"))
+    if (header.code, header.bits) == (old, 16):
+        header.code = new
+    return capsule
+
+
+class _Carrier:
+    """A DLPack producer as numpy can take it: bfloat16 as uint16."""
+
+    def __init__(self, producer: Any) -> None:
+        self._producer = producer
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (_CPU, 0)
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return _relabelled(self._producer.__dlpack__(), _BFLOAT, _UNSIGNED)
+
+
+def carrier_of(producer: Any) -> np.ndarray:
+    """The elements of anything on a CPU that has `__dlpack__`, sharing its memory; bfloat16 as uint16.
+
+    Raises ValueError for another device and for what its producer does not hand out.
+    """
+    try:
+        kind, _ = producer.__dlpack_device__()
+        if int(kind) == _CPU:
+            return np.from_dlpack(_Carrier(producer))
+    except (BufferError, RuntimeError, TypeError) as error:
+        raise ValueError(str(error)) from error
+    raise ValueError(f"on DLPack device type {int(kind)}, not on the CPU")
 
 
 class Tensor:
@@ -82,19 +94,11 @@ class Tensor:
     def __dlpack_device__(self) -> tuple[int, int]:
         return (_CPU, 0)
 
-    def __dlpack__(self, **_: Any) -> object:
-        """A DLPack capsule sharing this tensor's memory, in its own dtype."""
-        shape = (c_int64 * max(len(self.shape), 1))(*self.shape)
-        strides = (c_int64 * max(len(self.shape), 1))(*row_major_strides(self.shape))
-        code = _BFLOAT16_CODE if self.dtype == "bfloat16" else _CODES[self._array.dtype.kind]
-        managed = _DLManagedTensor(
-            _DLTensor(
-                self._array.ctypes.data, _CPU, 0, len(self.shape), code, 8 * DTYPES[self.dtype].itemsize, 1,
-                ctypes.cast(shape, POINTER(c_int64)), ctypes.cast(strides, POINTER(c_int64)), 0,
-            ),
-            None,
-            ctypes.cast(_release, c_void_p),
-        )  # fmt: skip
-        address = ctypes.addressof(managed)
-        _exported[address] = (managed, shape, strides, self._array)
-        return _capsule_new(address, b"dltensor", ctypes.cast(_release_unconsumed, c_void_p))
+    def __dlpack__(
+        self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: bool | None = None
+    ) -> object:
+        """A DLPack capsule sharing this tensor's memory, or with `copy` a copy of it, in its own dtype."""
+        if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
+            raise BufferError(f"a tensor on the CPU is not copied to DLPack device {tuple(dl_device)}")
+        capsule = (self._array.copy() if copy else self._array).__dlpack__()
+        return _relabelled(capsule, _UNSIGNED, _BFLOAT) if self.dtype == "bfloat16" else capsule
