@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import platform
 from collections.abc import Mapping, Sequence
 from ctypes import byref, c_void_p
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -76,7 +75,8 @@ class CpuGraph:
         self._kept += [self._handle(memory.array(spec.name), spec.dtype) for spec in graph.state]
         self._input_handles = (c_void_p * len(self._kept))()
         self._output_handles = (c_void_p * len(graph.outputs))()
-        self._held_outputs = False
+        # A graph may return its state or a weight, so that an output that is still held needs their memory.
+        self._memory = tuple(memory.array(name) for name in [*graph.bindings, *(spec.name for spec in graph.state)])
 
     def _check_object(self, graph: Graph, memory: CpuMemory, label: str) -> None:
         """The object's own list of what it needs against the record's: a difference would read the wrong memory."""
@@ -109,7 +109,6 @@ class CpuGraph:
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         """Run one step in place. `inputs` must already have been checked against the graph's specs."""
-        self._release_outputs()
         for name, value in inputs.items():
             self._inputs[name][...] = value
         # The object consumes one reference to every input, so each call hands it fresh handles to the same tensors.
@@ -118,25 +117,12 @@ class CpuGraph:
             self._torch.duplicate(handle, byref(slot))
             self._input_handles[index] = slot.value
         self._object.run(self._input_handles, len(self._kept), self._output_handles, len(self._graph.outputs))
-        self._held_outputs = True
         return {
-            spec.name: self._output(self._output_handles[index], spec) for index, spec in enumerate(self._graph.outputs)
+            spec.name: np.asarray(_Output(self._torch, self._output_handles[index], spec, self._memory))
+            for index, spec in enumerate(self._graph.outputs)
         }
 
-    def _output(self, handle: int | None, spec: TensorSpec) -> np.ndarray:
-        address = c_void_p()
-        self._torch.data_pointer(handle, byref(address))
-        buffer = (ctypes.c_char * spec.bytes).from_address(address.value or 0)
-        return np.frombuffer(memoryview(buffer), dtype=DTYPES[spec.dtype].numpy).reshape(spec.shape)
-
-    def _release_outputs(self) -> None:
-        if self._held_outputs:
-            for handle in self._output_handles:
-                self._torch.delete(handle)
-            self._held_outputs = False
-
     def close(self) -> None:
-        self._release_outputs()
         for handle in self._kept:
             self._torch.delete(handle)
         self._kept.clear()
@@ -144,6 +130,24 @@ class CpuGraph:
         for handle in self._bound:
             self._torch.delete(handle)
         self._bound.clear()
+
+
+class _Output:
+    """The memory of one output, given back when the last array over it is gone."""
+
+    def __init__(self, torch: TorchLibrary, handle: Any, spec: TensorSpec, memory: tuple[np.ndarray, ...]) -> None:
+        self._delete, self._handle, self._memory = torch.delete, handle, memory
+        address = c_void_p()
+        torch.data_pointer(handle, byref(address))
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address.value or 0, False),
+            "shape": spec.shape,
+            "typestr": np.dtype(DTYPES[spec.dtype].numpy).str,
+        }
+
+    def __del__(self) -> None:
+        self._delete(self._handle)
 
 
 def _object_size(size: int) -> int:
