@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from graphpack import golden
-from graphpack.archive.record import Graph, Record
 from graphpack.archive.check import check_features, check_record_layout, check_record_weights
+from graphpack.archive.record import Graph, Model, Record, Weights
 from graphpack.archive.store import Archive, Entry
 from graphpack.archive.validate import Ladder
 from graphpack.backends import Backend, Executable, Memory, backend
@@ -17,6 +17,7 @@ from graphpack.config import Config, find_config
 from graphpack.errors import (
     CorruptArchiveError,
     EnvironmentMismatchError,
+    InputError,
     LayoutMismatchError,
     Problem,
     UnsupportedFormatError,
@@ -26,15 +27,18 @@ from graphpack.errors import (
 from graphpack.golden import Golden
 from graphpack.graph import Bucket, TensorSpec
 from graphpack.identity.compat import check_allowed, check_environment
-from graphpack.identity.cpu_isa import CPU_ISA
+from graphpack.identity.digests import config_digest
 from graphpack.identity.environment import read_host
 from graphpack.identity.layout import check_layout, check_regions
 from graphpack.identity.weights import check_structure, check_weights, hash_weights
-from graphpack.models.locate import locate_weights
+from graphpack.models.architecture import DecoderConfig
+from graphpack.models.locate import Located, locate_weights
 from graphpack.models.weights import WeightSource
-from graphpack.regions import CAPTURE_VERSION, expected_regions, unpack_constants
+from graphpack.regions import CAPTURE_VERSION, check_specs, expected_regions, unpack_constants
 from graphpack.replay import RestoredModel, verify_graphs
 from graphpack.results import LoadedEntry, LoadRequest, Observer, SilentObserver, VerifiedBucket
+
+_DAMAGED = "the record contradicts itself; save again"
 
 
 def load(request: LoadRequest, observer: Observer | None = None) -> list[RestoredModel]:
@@ -98,10 +102,11 @@ class _Restore:
             self._check_environment()
         with ExitStack() as undo:
             with self._stage("weights"):
-                source = undo.enter_context(self._open_weights())
+                located = self._open_weights()
+                source = undo.enter_context(located.source)
                 self._check_weights(source)
             with self._stage("layout"):
-                constants = self._check_layout(source)
+                constants = self._check_layout(located.config)
             with self._stage("bind"):
                 memory = self._backend.allocate(
                     self._record.layout.regions, source, constants, copy_weights=self._request.copy_weights
@@ -145,12 +150,14 @@ class _Restore:
     def _check_environment(self) -> None:
         record, request = self._record, self._request
         device = (request.device or self._configured_device() or record.entry.backend).split(":")[0]
-        if device != record.entry.backend or record.environment.device_type != record.entry.backend:
-            archived = record.environment.device_type
-            raise EnvironmentMismatchError(
-                f"entry '{self._name}' does not fit this device",
-                [Problem("environment.device_type", archived, device, f"load it with --device {archived}")],
-            )
+        needed = record.environment.device_type
+        if needed != record.entry.backend:
+            here = f"entry.backend is {record.entry.backend}"
+            problem = Problem("environment.device_type", needed, here, "the record contradicts itself; save again")
+        else:
+            problem = Problem("environment.device_type", needed, device, f"load it with --device {needed}")
+        if not device == needed == record.entry.backend:
+            raise EnvironmentMismatchError(f"entry '{self._name}' does not fit this device", [problem])
         self._backend: Backend = backend(record.entry.backend)
         refused, waived = check_environment(record.environment, read_host(), request.allow)
         if refused:
@@ -165,31 +172,32 @@ class _Restore:
         model = self._config.models.get(self._name)
         return model.device if model else None
 
-    def _open_weights(self) -> WeightSource:
+    def _open_weights(self) -> Located:
         given = self._request.weights.get(self._name) or self._request.weights.get(None)
         model = self._config.models.get(self._name)
         configured: Path | None = model.path if model else None
-        problems = check_record_weights(self._record)
+        problems = check_record_weights(self._record) + _check_model(self._record.model, self._record.weights)
         if problems:
             raise WeightsMismatchError(f"the record of entry '{self._name}' contradicts itself", problems)
         located = locate_weights(self._record, given, configured)
         self._notes += located.notes
-        return located.source
+        return located
 
     def _check_weights(self, source: WeightSource) -> None:
         problems = check_structure(self._record.weights, source)
         if not problems and self._request.verify:
             total = self._record.weights.bytes
             progress: Callable[[int], None] = lambda done: self._observer.bytes("weights", done, total)  # noqa: E731
-            problems = check_weights(self._record.weights, hash_weights(source, progress=progress))
+            problems = check_weights(self._record.weights, hash_weights(source, progress=progress), source)
         if problems:
             raise WeightsMismatchError(f"the weights are not those of entry '{self._name}'", problems)
         self._ladder.passed("weights", "every byte hashed" if self._request.verify else "names, dtypes and shapes")
 
-    def _check_layout(self, source: WeightSource) -> dict[str, bytes]:
-        """The recorded regions against those the rest of the record and the weights here imply."""
+    def _check_layout(self, config: DecoderConfig | None) -> dict[str, bytes]:
+        """The recorded regions and tensors against those the rest of the record and the model here imply."""
         record = self._record
-        problems = check_record_layout(record) + check_regions(record.layout)
+        problems = check_record_layout(record)
+        problems += self._backend.check_placement(record.layout) or check_regions(record.layout)
         stored = {
             tensor.name: TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape)
             for tensor in record.weights.tensors
@@ -201,9 +209,10 @@ class _Restore:
         }
         expected = expected_regions(record.graphs, stored, constant_specs, record.model.effective_dtype)
         problems = problems or check_layout(record.layout, expected, CAPTURE_VERSION)
-        problems += _check_settings(record)
+        problems += check_specs(record, config) if config else []
+        problems += _check_attention(record) + self._backend.check_settings(record, self._blobs)
         if problems:
-            raise LayoutMismatchError(f"the memory layout of entry '{self._name}' does not hold here", problems)
+            raise LayoutMismatchError(f"the layout or the settings of entry '{self._name}' do not hold here", problems)
         blob = self._blobs[record.constants] if record.constants else b""
         constants = unpack_constants(blob, constant_regions)
         if constants is None:
@@ -241,7 +250,11 @@ class _Restore:
                     problem = Problem(where, f"{graph.golden_steps} steps", f"{found.steps} steps in the blob")
                     raise CorruptArchiveError("a golden is not what its graph describes", [problem])
                 goldens[graph.bucket] = found
-            verified = verify_graphs(self._name, graphs, memory, goldens)
+            try:
+                verified = verify_graphs(self._name, graphs, memory, goldens)
+            except InputError as error:
+                # Here the inputs are the archive's own.
+                raise CorruptArchiveError("a golden is not what its graph describes", error.problems) from error
         self._ladder.passed("outputs", f"{sum(bucket.steps for bucket in verified)} steps replayed")
         return verified
 
@@ -267,18 +280,25 @@ class _Restore:
         )
 
 
-def _check_settings(record: Record) -> list[Problem]:
-    """Settings that contradict what was captured under them."""
-    isa = CPU_ISA.get(record.settings.cpu_isa)
-    features = tuple(sorted(isa.features)) if isa else ()
-    if record.environment.cpu_features != features:
-        return [
-            Problem(
-                "settings.cpu_isa",
-                record.settings.cpu_isa,
-                "environment.cpu_features are not those of this instruction set",
-                "save again",
-            )
-        ]
-    return []
+def _check_model(model: Model, weights: Weights) -> list[Problem]:
+    """A model whose fields contradict each other or the list of tensors."""
+    problems = []
+    digest = config_digest(model.config)
+    if model.config_digest != digest:
+        problems.append(Problem("model.config_digest", model.config_digest[:12], f"computed {digest[:12]}", _DAMAGED))
+    if model.stored_dtype not in {tensor.dtype for tensor in weights.tensors} and weights.tensors:
+        problems.append(Problem("model.stored_dtype", model.stored_dtype, "the dtype of no tensor", _DAMAGED))
+    effective = model.stored_dtype if model.requested_dtype == "auto" else model.requested_dtype
+    if model.effective_dtype != effective:
+        here = f"{effective}, as {model.requested_dtype} of {model.stored_dtype} weights"
+        problems.append(Problem("model.effective_dtype", model.effective_dtype, here, _DAMAGED))
+    return problems
 
+
+def _check_attention(record: Record) -> list[Problem]:
+    """Whether attention is graphpack's own: so it is in every model but a factory's."""
+    attention = "custom" if record.model.source == "factory" else "sdpa"
+    if record.settings.attention == attention:
+        return []
+    here = f"{attention} in a model of source {record.model.source}"
+    return [Problem("settings.attention", record.settings.attention, here, _DAMAGED)]
