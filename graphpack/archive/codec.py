@@ -288,9 +288,6 @@ def decompress(data: bytes, content_size: int, where: str, limit: int = CONTENT_
             raise corrupt(where, f"its zstd frame does not hold {content_size} bytes")
         if not frame.has_checksum or frame.dict_id or frame.window_size > WINDOW_LIMIT:
             raise corrupt(where, f"its zstd frame has no checksum, a dictionary or a window above {WINDOW_LIMIT}")
-        content = zstandard.ZstdDecompressor(max_window_size=WINDOW_LIMIT).decompress(data, allow_extra_data=False)
+        return zstandard.ZstdDecompressor(max_window_size=WINDOW_LIMIT).decompress(data, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise corrupt(where, f"not a valid zstd frame ({_reason(error)})") from None
-    if len(content) != content_size:
-        raise corrupt(where, f"{len(content)} bytes of content where {content_size} were due")
-    return content

@@ -175,6 +175,14 @@ def test_a_record_sized_bomb_stays_small(item: bytes) -> None:
     assert int(done.stdout) < 200 << 10, "KiB of memory"
 
 
+def test_the_count_of_values_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = pack({"a": [1, 2], "b": []})
+    monkeypatch.setattr(codec, "ITEM_LIMIT", 7)
+    assert unpack(data, "FILE")
+    monkeypatch.setattr(codec, "ITEM_LIMIT", 6)
+    assert "more than 6 values" in refused(unpack, data, "FILE")
+
+
 # --- JSON
 
 

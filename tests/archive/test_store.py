@@ -65,6 +65,13 @@ def run_as_nobody(code: str, *arguments: object) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True)
 
 
+def let_others_in(folder: Path) -> None:
+    """Let another user reach `folder`, which pytest made for its own user alone."""
+    while folder.stat().st_mode & 0o7777 == 0o700:
+        folder.chmod(0o755)
+        folder = folder.parent
+
+
 # --- Round trips
 
 
@@ -458,7 +465,7 @@ def test_creating_in_an_image_layout_of_others(archive: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="drops root's rights to see a refusal")
 def test_creating_where_nothing_can_be_written(archive: Path, tmp_path: Path) -> None:
-    tmp_path.chmod(0o755)
+    let_others_in(tmp_path)
     for path in (archive, archive / "blobs" / "sha256"):
         path.chmod(0o555)
     code = (
@@ -509,8 +516,7 @@ def test_reading_a_read_only_archive_as_another_user(archive: Path, tmp_path: Pa
         "(entry,) = archive.find(None)\n"
         "print(entry.name, len([archive.read_blob(blob) for blob in entry.record.blobs]))\n"
     )
-    for folder in (*list(tmp_path.parents)[:2], tmp_path):
-        folder.chmod(0o755)
+    let_others_in(tmp_path)
     done = run_as_nobody(code, archive)
     assert done.stdout == "tiny 5\n", done.stderr
     assert tree(archive) == before
@@ -518,8 +524,7 @@ def test_reading_a_read_only_archive_as_another_user(archive: Path, tmp_path: Pa
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="drops root's rights to see a refusal")
 def test_files_that_cannot_be_read(archive: Path, tmp_path: Path) -> None:
-    for folder in (*list(tmp_path.parents)[:2], tmp_path):
-        folder.chmod(0o755)
+    let_others_in(tmp_path)
     (archive / "index.json").chmod(0o600)
     code = (
         "from graphpack.errors import StorageError\n"
