@@ -11,9 +11,12 @@ from pathlib import Path
 
 import torch
 
+from graphpack.archive.record import Settings
 from graphpack.backends.cpu.compile import build, generate
 from graphpack.backends.cpu.export import TracedStep, trace
+from graphpack.backends.cpu.policy import object_name
 from graphpack.backends.cpu.runtime import CompiledObject
+from graphpack.dtypes import COMPUTE_DTYPES
 from graphpack.errors import CaptureRefusedError, Problem, UsageError
 from graphpack.graph import Bucket, TensorSpec
 from graphpack.identity.cpu_isa import CpuIsa
@@ -122,6 +125,10 @@ def _check_outputs(traced: TracedStep, declared: Sequence[TensorSpec], bucket: B
     by_name = {node.name: node.meta["val"] for node in traced.program.graph.nodes if "val" in node.meta}
     real = [by_name[name] for name in traced.program.graph_signature.user_outputs if isinstance(name, str)]
     problems = []
+    shape = declared[0].shape if declared else ()
+    if len(shape) != 2 or shape[0] != bucket.batch_size or declared[0].dtype not in COMPUTE_DTYPES:
+        given = f"{declared[0].dtype} {list(shape)}" if declared else "none"
+        problems.append(Problem("the first output", f"floating [{bucket.batch_size}, n]", given))
     if len(real) != len(declared):
         problems.append(Problem("outputs", f"{len(declared)} declared", f"{len(real)} returned"))
     for spec, value in zip(declared, real, strict=False):
@@ -131,4 +138,4 @@ def _check_outputs(traced: TracedStep, declared: Sequence[TensorSpec], bucket: B
         elif not value.is_contiguous():
             problems.append(Problem(spec.name, "dense rows", f"strides {list(value.stride())}"))
     if problems:
-        raise UsageError(f"the model's outputs for bucket {bucket} are not those it declares", problems)
+        raise UsageError(f"the model's outputs for bucket {bucket} cannot be captured as it declares them", problems)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch._inductor
 
-from graphpack.backends.cpu.export import TracedStep
+from graphpack.backends.cpu.export import TracedStep, node_line
 from graphpack.backends.cpu.policy import PROXY_EXECUTOR, check_object
 from graphpack.elf import clear_executable_stack, parse
 from graphpack.errors import CaptureRefusedError, GraphpackError, Problem
@@ -60,24 +60,32 @@ def generate(step: TracedStep, isa: CpuIsa, directory: Path) -> Path:
     if calls:
         raise CaptureRefusedError(
             "the step needs operations that run only inside Python",
-            [Problem(name, "", "has no C interface in this torch") for name in _proxied(directory) or [PROXY_EXECUTOR]],
+            [
+                Problem(_line_of(name, step), "", f"{name} has no C interface in this torch", "compute it outside the step")
+                for name in _proxied(directory) or [PROXY_EXECUTOR]
+            ],
         )
     return source
 
 
 def _proxied(directory: Path) -> list[str]:
     """The operations Inductor listed for its proxy executor."""
-    return sorted(
-        {
-            node["node"]["target"]
-            for listing in directory.rglob("*extern_kernel_nodes*.json")
-            for node in json.loads(listing.read_text())["nodes"]
-        }
-    )
+    listing = directory / f"{GENERATED_NAME}.wrapper.json"
+    nodes = json.loads(listing.read_text())["nodes"] if listing.is_file() else []
+    return sorted({node["node"]["target"] for node in nodes})
 
 
-def build(directory: Path) -> bytes:
-    """Compile and link what `generate` wrote; the object's bytes, its executable-stack flag cleared.
+def _line_of(operation: str, step: TracedStep) -> str:
+    lines = [node_line(node) for node in step.program.graph.nodes if _operation(node) == operation]
+    return lines[0] if lines else "the model"
+
+
+def _operation(node: torch.fx.Node) -> str:
+    return str(node.target._schema.name) if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+def build(directory: Path, name: str) -> bytes:
+    """Compile and link what `generate` wrote into an object of this SONAME; its bytes, executable-stack flag cleared.
 
     Raises CaptureRefusedError if there is no compiler, GraphpackError if it fails.
     """

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import logging
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from graphpack.errors import CaptureRefusedError, Problem
+from graphpack.errors import CaptureRefusedError, Problem, UsageError
 from graphpack.graph import TensorSpec
 from graphpack.lockstep import evaluating
 
@@ -41,11 +44,13 @@ def trace(
 ) -> TracedStep:
     """Trace `module(*inputs, *state)` in evaluation mode, leaving its training flags as they were.
 
-    Raises CaptureRefusedError naming the operation and the model's source line.
+    Raises CaptureRefusedError naming the operation and the model's source line; UsageError if the caller's torch is
+    in a mode that would be captured with the model.
     """
+    _refuse_modes()
     examples = tuple(example(spec) for spec in (*inputs, *state))
     try:
-        with evaluating(module), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with _quiet(), evaluating(module), torch.no_grad(), torch.random.fork_rng(devices=[]):
             program = torch.export.export(module, examples, strict=False)
     except Exception as error:  # noqa: BLE001 - torch.export raises a dozen unrelated types for one reason: not capturable
         raise CaptureRefusedError(
@@ -62,6 +67,36 @@ def trace(
         if name not in weights and isinstance(value, torch.Tensor)
     }
     return TracedStep(program, examples, digest, len(lines), constants)
+
+
+def _refuse_modes() -> None:
+    """What is set around the call changes what is traced, and nothing in the model's identity would show it."""
+    device, dtype = torch.get_default_device(), torch.get_default_dtype()
+    modes = (
+        ("autocast", "off", "on", torch.is_autocast_enabled("cpu")),
+        ("inference mode", "off", "on", torch.is_inference_mode_enabled()),
+        ("default device", "cpu", str(device), device.type != "cpu"),
+        ("default dtype", "torch.float32", str(dtype), dtype != torch.float32),
+    )
+    problems = [
+        Problem(f"torch {name}", f"{wanted} at save", here, "save outside of it")
+        for name, wanted, here, wrong in modes
+        if wrong
+    ]
+    if problems:
+        raise UsageError("torch is in a mode that the graph would silently take over", problems)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the partial graphs and advice that torch prints on the way to an error: the refusal says it better."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 def _trace_problem(error: BaseException) -> Problem:
@@ -91,16 +126,14 @@ def _refused_nodes(program: ExportedProgram) -> Iterator[Problem]:
     for node in program.graph.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             if torch.Tag.nondeterministic_seeded in node.target.tags and not _dropout_is_off(node):
-                yield Problem(_node_line(node), "", f"{node.target} draws random numbers", "sample outside the step")
+                yield Problem(node_line(node), "", f"{node.target} draws random numbers", "sample outside the step")
                 continue
         elif node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
-            yield Problem(_node_line(node), "", f"{node.target} is control flow", "a graph holds one fixed sequence")
+            yield Problem(node_line(node), "", f"{node.target} is control flow", "a graph holds one fixed sequence")
             continue
-        if _has_data_dependent_size(node.meta.get("val")):
-            yield Problem(
-                _node_line(node), "", f"the size of the result of {node.target} depends on data",
-                "use a mask of fixed shape instead",
-            )  # fmt: skip
+        reason, hint = _depends_on_data(node)
+        if reason:
+            yield Problem(node_line(node), "", reason, hint)
             return
 
 
@@ -116,15 +149,18 @@ def _argument_names(node: torch.fx.Node) -> set[str]:
     return {argument.name for argument in node.target._schema.arguments}  # type: ignore[union-attr]
 
 
-def _has_data_dependent_size(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return any(not isinstance(extent, int) for extent in value.shape)
-    if isinstance(value, (list, tuple)):
-        return any(_has_data_dependent_size(item) for item in value)
-    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+def _depends_on_data(node: torch.fx.Node) -> tuple[str, str]:
+    """Why the result of a node, or its size, is not known before the graph runs, and what to do; empty if it is."""
+    values = node.meta.get("val")
+    for value in values if isinstance(values, (list, tuple)) else [values]:
+        if isinstance(value, torch.Tensor) and any(not isinstance(extent, int) for extent in value.shape):
+            return f"the size of the result of {node.target} depends on data", "use a mask of fixed shape instead"
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return f"{node.target} takes a value out of the graph, and it depends on data", "keep it a tensor"
+    return "", ""
 
 
-def _node_line(node: torch.fx.Node) -> str:
+def node_line(node: torch.fx.Node) -> str:
     """`file:line` of the innermost model frame torch recorded for a node."""
     trace_lines = [line.strip() for line in (node.stack_trace or "").splitlines() if line.strip().startswith("File ")]
     for line in reversed(trace_lines):
