@@ -1,0 +1,75 @@
+"""The functions of the package: what they ask of the rooms behind them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import graphpack
+from graphpack.results import LoadRequest, SaveRequest
+from tests.cli import fakes
+from tests.cli.conftest import Fake
+
+
+def test_save(fake: Fake) -> None:
+    seen: list[SaveRequest] = []
+    fake("capture", fakes.module(save=fakes.saving(fakes.SAVED, seen)))
+    result = graphpack.save(Path("model"), "archive", name="n", batch_sizes=[4, 1, 4], seq_lens={64}, replace=True)
+    assert result is fakes.SAVED
+    expected = SaveRequest(
+        model="model", archive=Path("archive"), name="n", batch_sizes=(1, 4), seq_lens=(64,), replace=True
+    )
+    assert seen == [expected]
+
+
+def test_save_refuses_every_bad_setting_at_once() -> None:
+    with pytest.raises(graphpack.UsageError) as caught:
+        graphpack.save("m", "a", name="-", device="gpu", batch_sizes=(0,), seq_lens=(), dtype="int8", cpu_isa="sse")
+    where = [problem.where for problem in caught.value.problems]
+    assert where == ["batch-sizes", "seq-lens", "device", "name", "dtype", "cpu-isa"]
+
+
+def test_load(fake: Fake) -> None:
+    restore = fakes.Loading((fakes.LOADED,))
+    fake("restore", fakes.module(load=restore))
+    model = graphpack.load("archive", "n", weights="dir", verify=True, allow=["environment.torch"], copy_weights=True)
+    assert [model] == restore.models
+    expected = LoadRequest(
+        archive=Path("archive"),
+        names=("n",),
+        weights={None: Path("dir")},
+        verify=True,
+        allow=frozenset({"environment.torch"}),
+        copy_weights=True,
+    )
+    assert restore.requests == [expected]
+
+
+def test_load_refuses_a_device_that_does_not_exist() -> None:
+    with pytest.raises(graphpack.UsageError):
+        graphpack.load("archive", "n", device="gpu")
+
+
+def test_load_without_a_name_takes_the_only_entry(fake: Fake, tmp_path: Path) -> None:
+    restore = fakes.Loading((fakes.LOADED,))
+    fake("restore", fakes.module(load=restore))
+    fakes.write_archive(tmp_path / "archive", "one")
+    graphpack.load(tmp_path / "archive")
+    assert restore.requests[0].names == ("one",)
+    fakes.write_archive(tmp_path / "archive", "two")
+    with pytest.raises(graphpack.UsageError, match="2 entries: one, two"):
+        graphpack.load(tmp_path / "archive")
+
+
+def test_open_archive(tmp_path: Path) -> None:
+    fakes.write_archive(tmp_path / "archive")
+    assert [entry.record.entry.name for entry in graphpack.open_archive(tmp_path / "archive").find(None)] == [
+        "tiny-llama"
+    ]
+    with pytest.raises(graphpack.NotFoundError):
+        graphpack.open_archive(tmp_path / "nothing")
+
+
+def test_everything_promised_is_there() -> None:
+    assert [name for name in graphpack.__all__ if not hasattr(graphpack, name)] == []
