@@ -34,7 +34,8 @@ def test_load(fake: Fake) -> None:
     restore = fakes.Loading((fakes.LOADED,))
     fake("restore", fakes.module(load=restore))
     model = graphpack.load("archive", "n", weights="dir", verify=True, allow=["environment.torch"], copy_weights=True)
-    assert [model] == restore.models
+    assert isinstance(model, fakes.FakeModel)
+    assert restore.models == [model]
     expected = LoadRequest(
         archive=Path("archive"),
         names=("n",),
