@@ -1,0 +1,1 @@
+"""The cuda backend: captured CUDA graphs, rebuilt through the driver without torch."""

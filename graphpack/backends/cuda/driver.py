@@ -1,0 +1,336 @@
+"""The CUDA driver as typed functions. Only this module and `libcuda` beneath it know the library's calls.
+
+Handles and device addresses are plain integers; every function raises for anything but success.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_uint64, c_void_p
+from functools import cache
+
+import numpy as np
+
+from graphpack.backends.cuda import structs
+from graphpack.backends.cuda.libcuda import Library
+
+
+class Driver(Library):
+    """Calls act on the calling thread's current context, see `set_context`."""
+
+    # --- devices and contexts
+
+    def version(self) -> int:
+        """The CUDA version the driver supports, 13000 for 13.0."""
+        return self._number("cuDriverGetVersion")
+
+    def device_count(self) -> int:
+        return self._number("cuDeviceGetCount")
+
+    def device(self, ordinal: int) -> int:
+        return self._number("cuDeviceGet", ordinal)
+
+    def device_name(self, device: int) -> str:
+        buffer = ctypes.create_string_buffer(256)
+        self._call("cuDeviceGetName", buffer, len(buffer), device)
+        return buffer.value.decode(errors="replace")
+
+    def device_attribute(self, device: int, attribute: int) -> int:
+        return self._number("cuDeviceGetAttribute", attribute, device)
+
+    def total_memory(self, device: int) -> int:
+        return self._handle("cuDeviceTotalMem_v2", device)
+
+    def retain_context(self, device: int) -> int:
+        """The device's primary context, the one torch uses too; pair with `release_context`."""
+        return self._handle("cuDevicePrimaryCtxRetain", device)
+
+    def release_context(self, device: int) -> None:
+        self._call("cuDevicePrimaryCtxRelease_v2", device)
+
+    def set_context(self, context: int) -> None:
+        """Make `context` current in the calling thread."""
+        self._call("cuCtxSetCurrent", context)
+
+    def current_context(self) -> int:
+        return self._handle("cuCtxGetCurrent")
+
+    def synchronize(self) -> None:
+        self._call("cuCtxSynchronize")
+
+    # --- streams and events
+
+    def create_stream(self) -> int:
+        return self._handle("cuStreamCreate", structs.STREAM_NON_BLOCKING)
+
+    def destroy_stream(self, stream: int) -> None:
+        self._call("cuStreamDestroy_v2", stream)
+
+    def synchronize_stream(self, stream: int) -> None:
+        self._call("cuStreamSynchronize", stream)
+
+    def wait_event(self, stream: int, event: int) -> None:
+        self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def create_event(self, *, timing: bool = False) -> int:
+        return self._handle("cuEventCreate", 0 if timing else structs.EVENT_DISABLE_TIMING)
+
+    def destroy_event(self, event: int) -> None:
+        self._call("cuEventDestroy_v2", event)
+
+    def record_event(self, event: int, stream: int) -> None:
+        self._call("cuEventRecord", event, stream)
+
+    def synchronize_event(self, event: int) -> None:
+        self._call("cuEventSynchronize", event)
+
+    def elapsed_ms(self, start: int, end: int) -> float:
+        value = c_float()
+        self._call("cuEventElapsedTime", byref(value), start, end)
+        return value.value
+
+    # --- memory
+
+    def memory_info(self) -> tuple[int, int]:
+        """Free and total bytes of the device."""
+        free, total = c_size_t(), c_size_t()
+        self._call("cuMemGetInfo_v2", byref(free), byref(total))
+        return free.value, total.value
+
+    def granularity(self, device: int) -> int:
+        return self._handle("cuMemGetAllocationGranularity", byref(_properties(device)), 0)
+
+    def reserve(self, size: int, address: int = 0, alignment: int = 0) -> int:
+        """Reserve addresses; `address` is a wish that the driver may pass over."""
+        return self._handle("cuMemAddressReserve", size, alignment, address, 0)
+
+    def free_addresses(self, address: int, size: int) -> None:
+        self._call("cuMemAddressFree", address, size)
+
+    def create_memory(self, size: int, device: int) -> int:
+        return self._handle("cuMemCreate", size, byref(_properties(device)), 0)
+
+    def release_memory(self, handle: int) -> None:
+        self._call("cuMemRelease", handle)
+
+    def map_memory(self, address: int, size: int, handle: int) -> None:
+        self._call("cuMemMap", address, size, 0, handle, 0)
+
+    def unmap_memory(self, address: int, size: int) -> None:
+        self._call("cuMemUnmap", address, size)
+
+    def allow_access(self, address: int, size: int, device: int) -> None:
+        place = structs.Location(structs.LOCATION_DEVICE, device)
+        access = structs.AccessDescription(place, structs.ACCESS_READ_WRITE)
+        self._call("cuMemSetAccess", address, size, byref(access), 1)
+
+    def copy_to_device(self, target: int, source: int, size: int) -> None:
+        self._call("cuMemcpyHtoD_v2", target, source, size)
+
+    def copy_to_host(self, target: int, source: int, size: int) -> None:
+        self._call("cuMemcpyDtoH_v2", target, source, size)
+
+    def copy_on_device(self, target: int, source: int, size: int) -> None:
+        self._call("cuMemcpyDtoD_v2", target, source, size)
+
+    def copy_to_device_async(self, target: int, source: int, size: int, stream: int) -> None:
+        self._call("cuMemcpyHtoDAsync_v2", target, source, size, stream)
+
+    def copy_to_host_async(self, target: int, source: int, size: int, stream: int) -> None:
+        self._call("cuMemcpyDtoHAsync_v2", target, source, size, stream)
+
+    def copy_on_device_async(self, target: int, source: int, size: int, stream: int) -> None:
+        self._call("cuMemcpyDtoDAsync_v2", target, source, size, stream)
+
+    def fill(self, target: int, byte: int, size: int) -> None:
+        self._call("cuMemsetD8_v2", target, byte, size)
+
+    def fill_async(self, target: int, byte: int, size: int, stream: int) -> None:
+        self._call("cuMemsetD8Async", target, byte, size, stream)
+
+    def allocate_host(self, size: int) -> int:
+        """Page-locked host memory."""
+        return self._handle("cuMemHostAlloc", size, 0)
+
+    def free_host(self, address: int) -> None:
+        self._call("cuMemFreeHost", address)
+
+    def register_host(self, address: int, size: int, *, read_only: bool = False) -> None:
+        self._call("cuMemHostRegister_v2", address, size, structs.HOST_REGISTER_READ_ONLY if read_only else 0)
+
+    def unregister_host(self, address: int) -> None:
+        self._call("cuMemHostUnregister", address)
+
+    def pointer_range(self, address: int) -> tuple[int, int] | None:
+        """Start and size of the allocation that holds a device address; None where there is none."""
+        start, size = c_uint64(), c_size_t()
+        function = self._function("cuPointerGetAttribute")
+        if function(byref(start), structs.POINTER_RANGE_START, address) != 0 or not start.value:
+            return None
+        self._call("cuPointerGetAttribute", byref(size), structs.POINTER_RANGE_SIZE, address)
+        return start.value, size.value
+
+    # --- kernels
+
+    def load_library(self, code: int) -> int:
+        """Load the image at the host address `code`, which must keep its bytes until `unload_library`."""
+        options, values = c_int(structs.LIBRARY_BINARY_IS_PRESERVED), c_void_p()
+        return self._handle("cuLibraryLoadData", code, None, None, 0, byref(options), byref(values), 1)
+
+    def unload_library(self, library: int) -> None:
+        self._call("cuLibraryUnload", library)
+
+    def library_kernel(self, library: int, name: str) -> int:
+        return self._handle("cuLibraryGetKernel", library, name.encode())
+
+    def library_module(self, library: int) -> int:
+        return self._handle("cuLibraryGetModule", library)
+
+    def kernel_function(self, kernel: int) -> int:
+        return self._handle("cuKernelGetFunction", kernel)
+
+    def function_attribute(self, function: int, attribute: int) -> int:
+        return self._number("cuFuncGetAttribute", attribute, function)
+
+    def set_function_attribute(self, function: int, attribute: int, value: int) -> None:
+        self._call("cuFuncSetAttribute", function, attribute, value)
+
+    def function_name(self, function: int) -> str:
+        text = c_char_p()
+        self._call("cuFuncGetName", byref(text), function)
+        return (text.value or b"").decode()
+
+    def function_module(self, function: int) -> int:
+        return self._handle("cuFuncGetModule", function)
+
+    def function_parameters(self, function: int) -> tuple[tuple[int, int], ...]:
+        """(offset, size) of each parameter."""
+        found: list[tuple[int, int]] = []
+        offset, size = c_size_t(), c_size_t()
+        name = "cuFuncGetParamInfo"
+        call = self._function(name)
+        while (status := call(function, len(found), byref(offset), byref(size))) != structs.INVALID_VALUE:
+            self.check(status, name)
+            found.append((offset.value, size.value))
+        return tuple(found)
+
+    # --- graphs
+
+    def create_graph(self) -> int:
+        return self._handle("cuGraphCreate", 0)
+
+    def destroy_graph(self, graph: int) -> None:
+        self._call("cuGraphDestroy", graph)
+
+    def add_kernel_nodes(self, graph: int, table: np.ndarray) -> np.ndarray:
+        """One node a row of `table`, of dtype `KERNEL_NODE_PARAMS`; their handles."""
+        return self._add_nodes("cuGraphAddKernelNode_v2", graph, table)
+
+    def add_memset_nodes(self, graph: int, table: np.ndarray, context: int) -> np.ndarray:
+        """One node a row of `table`, of dtype `MEMSET_NODE_PARAMS`; their handles."""
+        return self._add_nodes("cuGraphAddMemsetNode", graph, table, context)
+
+    def _add_nodes(self, name: str, graph: int, table: np.ndarray, *context: int) -> np.ndarray:
+        nodes = np.zeros(len(table), np.uint64)
+        call, node, row = self._function(name), nodes.ctypes.data, table.ctypes.data
+        for _ in range(len(table)):
+            status = call(node, graph, None, 0, row, *context)
+            if status:
+                self.check(status, name)
+            node += 8
+            row += table.itemsize
+        return nodes
+
+    def add_memcpy_node(self, graph: int, params: structs.Memcpy3D, context: int) -> int:
+        return self._handle("cuGraphAddMemcpyNode", graph, None, 0, byref(params), context)
+
+    def add_empty_node(self, graph: int) -> int:
+        return self._handle("cuGraphAddEmptyNode", graph, None, 0)
+
+    def add_dependencies(self, graph: int, sources: np.ndarray, targets: np.ndarray, data: np.ndarray) -> None:
+        """Edges between node handles. All of `data`, of dtype `EDGE_DATA`, must be the same: drivers of CUDA 13.0
+        apply its first record to the whole call."""
+        self._call(
+            "cuGraphAddDependencies_v2", graph, sources.ctypes.data, targets.ctypes.data, data.ctypes.data, len(data)
+        )
+
+    def graph_nodes(self, graph: int) -> np.ndarray:
+        count = c_size_t()
+        self._call("cuGraphGetNodes", graph, None, byref(count))
+        nodes = np.zeros(count.value, np.uint64)
+        if count.value:
+            self._call("cuGraphGetNodes", graph, nodes.ctypes.data, byref(count))
+        return nodes
+
+    def graph_edges(self, graph: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Source handles, target handles and records of dtype `EDGE_DATA` of all edges."""
+        count = c_size_t()
+        self._call("cuGraphGetEdges_v2", graph, None, None, None, byref(count))
+        ends = np.zeros((2, count.value), np.uint64)
+        data = np.zeros(count.value, structs.EDGE_DATA)
+        if count.value:
+            pointers = (ends[0].ctypes.data, ends[1].ctypes.data, data.ctypes.data)
+            self._call("cuGraphGetEdges_v2", graph, *pointers, byref(count))
+        return ends[0], ends[1], data
+
+    def node_type(self, node: int) -> int:
+        return self._number("cuGraphNodeGetType", node)
+
+    def kernel_node(self, node: int) -> np.ndarray:
+        """One row of dtype `KERNEL_NODE_PARAMS`. Its pointers are good for as long as the node."""
+        row = np.zeros(1, structs.KERNEL_NODE_PARAMS)
+        self._call("cuGraphKernelNodeGetParams_v2", node, row.ctypes.data)
+        return row
+
+    def memset_node(self, node: int) -> np.ndarray:
+        """One row of dtype `MEMSET_NODE_PARAMS`."""
+        row = np.zeros(1, structs.MEMSET_NODE_PARAMS)
+        self._call("cuGraphMemsetNodeGetParams", node, row.ctypes.data)
+        return row
+
+    def memcpy_node(self, node: int) -> structs.Memcpy3D:
+        params = structs.Memcpy3D()
+        self._call("cuGraphMemcpyNodeGetParams", node, byref(params))
+        return params
+
+    def child_graph(self, node: int) -> int:
+        return self._handle("cuGraphChildGraphNodeGetGraph", node)
+
+    def node_attribute(self, node: int, attribute: int) -> bytes | None:
+        """The 64 bytes of a kernel node's launch attribute; None for one this driver cannot read."""
+        value = structs.AttributeValue()
+        name = "cuGraphKernelNodeGetAttribute"
+        status = self._function(name)(node, attribute, byref(value))
+        if status == structs.INVALID_VALUE:
+            return None
+        self.check(status, name)
+        return bytes(value)
+
+    def set_node_attribute(self, node: int, attribute: int, value: bytes) -> None:
+        padded = structs.AttributeValue.from_buffer_copy(value.ljust(64, b"\0"))
+        self._call("cuGraphKernelNodeSetAttribute", node, attribute, byref(padded))
+
+    def instantiate(self, graph: int) -> int:
+        return self._handle("cuGraphInstantiateWithFlags", graph, 0)
+
+    def upload_graph(self, executable: int, stream: int) -> None:
+        self._call("cuGraphUpload", executable, stream)
+
+    def launch(self, executable: int, stream: int) -> None:
+        self._call("cuGraphLaunch", executable, stream)
+
+    def destroy_executable(self, executable: int) -> None:
+        self._call("cuGraphExecDestroy", executable)
+
+
+def _properties(device: int) -> structs.AllocationProperties:
+    properties = structs.AllocationProperties()
+    properties.type = structs.ALLOCATION_PINNED
+    properties.location = structs.Location(structs.LOCATION_DEVICE, device)
+    return properties
+
+
+@cache
+def driver() -> Driver:
+    """The driver of this process, loaded and initialised once."""
+    return Driver()
