@@ -234,7 +234,7 @@ class _Save:
         done: Callable[[CapturedGraph], None] = lambda graph: self._observer.bucket(  # noqa: E731
             graph.bucket.batch_size, graph.bucket.seq_len, f"{graph.nodes} nodes, {graph.seconds:.1f} s"
         )
-        captured = capture(step, buckets, wanted.settings.slots, names, self._isa, done)
+        captured = capture(step, buckets, wanted.settings, names, self._isa, done)
         graphs, goldens = agree(step, captured, source, wanted.model.effective_dtype)
         return captured, graphs, goldens
 
@@ -312,7 +312,7 @@ class _Save:
         )
 
     def _result(self, record: Record, action: Literal["saved", "replaced", "up to date"], written: int, seconds: Mapping[Bucket, float]) -> SaveResult:
-        sizes = {blob.digest: blob.size for blob in record.blobs}
+        sizes = {blob.digest: blob.content_size for blob in record.blobs}
         return SaveResult(
             name=self._name,
             archive=self._request.archive,

@@ -234,9 +234,13 @@ def decode(data: bytes, bucket: Bucket, inputs: tuple[TensorSpec, ...], output: 
             "sample_values": (steps, count, samples),
             "digests": (steps, count, 32),
         }
-        shaped = {name: array.reshape(shapes[name]) for name, array in arrays.items()}
+        shaped = {name: _shaped(name, array, shapes[name]) for name, array in arrays.items()}
         given = {
-            spec.name: np.frombuffer(document["inputs"][spec.name], DTYPES[spec.dtype].numpy).reshape(steps, *spec.shape)
+            spec.name: _shaped(
+                spec.name,
+                np.frombuffer(document["inputs"][spec.name], DTYPES[spec.dtype].numpy),
+                (steps, *spec.shape),
+            )
             for spec in inputs
         }
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
@@ -252,6 +256,12 @@ def decode(data: bytes, bucket: Bucket, inputs: tuple[TensorSpec, ...], output: 
     if problems:
         raise CorruptArchiveError("a golden is not what its graph describes", problems)
     return Golden(inputs=given, **shaped)
+
+
+def _shaped(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    if array.size != math.prod(shape):
+        raise ValueError(f"{name} has {array.size} values, not {math.prod(shape)}")
+    return array.reshape(shape)
 
 
 _ARRAYS = {

@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from graphpack.archive.record import Graph
+from graphpack.archive.record import Graph, Record
 from graphpack.dtypes import DTYPES
+from graphpack.errors import Problem
 from graphpack.graph import Region, TensorSpec
+from graphpack.models.architecture import DecoderConfig
+from graphpack.models.specs import decode_inputs, decode_outputs, decode_state
+from graphpack.schema import shown, to_plain
 
 T = TypeVar("T", bound=Hashable)
 
@@ -20,6 +24,8 @@ CAPTURE_VERSION = 1
 
 CONSTANT_ALIGNMENT = 64
 """Each constant starts at a multiple of this many bytes in the constants blob."""
+
+_SAVE_AGAIN = "save again with this model and this graphpack"
 
 
 def expected_regions(
@@ -50,6 +56,44 @@ def _regions(
         for kind, specs in (("input", graph.inputs), ("output", graph.outputs)):
             for spec in specs:
                 yield Region.dense(kind, spec, name=f"{graph.bucket}/{spec.name}")
+
+
+def check_specs(record: Record, config: DecoderConfig) -> list[Problem]:
+    """The graphs' inputs, outputs and state against those that the model and the settings imply: in each list the
+    first tensor that differs. A wrong bound would let a compiled graph read past its memory."""
+    settings, dtype = record.settings, record.model.effective_dtype
+    problems: list[Problem] = []
+    for position, graph in enumerate(record.graphs):
+        expected = {
+            "inputs": decode_inputs(config, graph.bucket, settings.slots),
+            "outputs": decode_outputs(config, graph.bucket, dtype),
+            "state": decode_state(config, settings.slots, max(settings.seq_lens, default=0), dtype),
+        }
+        for name, specs in expected.items():
+            problems += _first_difference(f"graphs[{position}].{name}", getattr(graph, name), specs)
+    return problems
+
+
+def _first_difference(where: str, archived: Sequence[TensorSpec], expected: Sequence[TensorSpec]) -> list[Problem]:
+    if len(archived) != len(expected):
+        return [Problem(where, f"{len(archived)} tensors", f"{len(expected)} for this model", _SAVE_AGAIN)]
+    for index, (old, new) in enumerate(zip(archived, expected, strict=True)):
+        if old != new:
+            return [
+                _field_problem(f"{where}[{index}].{field}", old, new, field)
+                for field in ("name", "dtype", "shape", "minimum", "maximum")
+                if getattr(old, field) != getattr(new, field)
+            ]
+    return []
+
+
+def _field_problem(where: str, old: TensorSpec, new: TensorSpec, field: str) -> Problem:
+    return Problem(where, _value(old, field), f"{_value(new, field)} for this model", _SAVE_AGAIN)
+
+
+def _value(spec: TensorSpec, field: str) -> str:
+    value = shown(to_plain(getattr(spec, field)))
+    return value if field == "name" else f"{value} ({shown(spec.name)})"
 
 
 def held(spec: TensorSpec, dtype: str) -> TensorSpec:

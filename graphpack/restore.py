@@ -38,8 +38,6 @@ from graphpack.regions import CAPTURE_VERSION, check_specs, expected_regions, un
 from graphpack.replay import RestoredModel, verify_graphs
 from graphpack.results import LoadedEntry, LoadRequest, Observer, SilentObserver, VerifiedBucket
 
-_DAMAGED = "the record contradicts itself; save again"
-
 
 def load(request: LoadRequest, observer: Observer | None = None) -> list[RestoredModel]:
     """Restore the entries of a request, all of them or none.
@@ -161,8 +159,7 @@ class _Restore:
         self._backend: Backend = backend(record.entry.backend)
         refused, waived = check_environment(record.environment, read_host(), request.allow)
         if refused:
-            count = f"{len(refused)} problem{'s' if len(refused) > 1 else ''}"
-            raise EnvironmentMismatchError(f"entry '{self._name}' does not fit this machine ({count})", refused)
+            raise EnvironmentMismatchError(f"entry '{self._name}' does not fit this machine", refused)
         if waived:
             self._ladder.waived("environment", ", ".join(problem.where for problem in waived))
         else:
@@ -234,7 +231,7 @@ class _Restore:
             executable = self._backend.rebuild(graph, self._blobs[graph.object], memory)
             undo.callback(executable.close)
             graphs[graph.bucket] = (graph, executable)
-        self._ladder.passed("objects", f"{len(graphs)} graphs")
+        self._ladder.passed("objects", f"{len(graphs)} graph{'s' if len(graphs) > 1 else ''}")
         return graphs
 
     def _verify(self, graphs: dict[Bucket, tuple[Graph, Executable]], memory: Memory) -> tuple[VerifiedBucket, ...]:
@@ -285,13 +282,14 @@ def _check_model(model: Model, weights: Weights) -> list[Problem]:
     problems = []
     digest = config_digest(model.config)
     if model.config_digest != digest:
-        problems.append(Problem("model.config_digest", model.config_digest[:12], f"computed {digest[:12]}", _DAMAGED))
+        sides = model.config_digest[:12], f"computed {digest[:12]}"
+        problems.append(Problem("model.config_digest", *sides, "save again"))
     if model.stored_dtype not in {tensor.dtype for tensor in weights.tensors} and weights.tensors:
-        problems.append(Problem("model.stored_dtype", model.stored_dtype, "the dtype of no tensor", _DAMAGED))
+        problems.append(Problem("model.stored_dtype", model.stored_dtype, "the dtype of no tensor", "save again"))
     effective = model.stored_dtype if model.requested_dtype == "auto" else model.requested_dtype
     if model.effective_dtype != effective:
         here = f"{effective}, as {model.requested_dtype} of {model.stored_dtype} weights"
-        problems.append(Problem("model.effective_dtype", model.effective_dtype, here, _DAMAGED))
+        problems.append(Problem("model.effective_dtype", model.effective_dtype, here, "save again"))
     return problems
 
 
@@ -301,4 +299,4 @@ def _check_attention(record: Record) -> list[Problem]:
     if record.settings.attention == attention:
         return []
     here = f"{attention} in a model of source {record.model.source}"
-    return [Problem("settings.attention", record.settings.attention, here, _DAMAGED)]
+    return [Problem("settings.attention", record.settings.attention, here, "save again")]

@@ -24,7 +24,7 @@ ORDER = """
     archive archive.record archive.codec archive.oci archive.files archive.looks archive.check archive.store
     archive.validate
     identity identity.environment identity.cpu_isa identity.digests identity.weights identity.layout identity.compat
-    models models.step models.jsonfile models.safetensors models.seeded models.weights models.architecture
+    models models.step models.jsonfile models.safetensors models.seeded models.weights models.architecture models.specs
     models.checkpoint models.presets models.decoder models.factory models.registry models.locate
     regions tensor golden backends lockstep
     backends.cpu.policy backends.cpu.memory backends.cpu.runtime backends.cpu.restore backends.cpu

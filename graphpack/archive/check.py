@@ -121,6 +121,8 @@ def _check_graph(where: str, graph: Graph, dtype: str) -> list[Problem]:
     tolerance = f"{graph.tolerance:g}"
     if dtype == "float32" and graph.tolerance > FLOAT32_TOLERANCE_LIMIT:
         problems.append(Problem(f"{where}.tolerance", tolerance, f"at most {FLOAT32_TOLERANCE_LIMIT:g} for float32"))
+    if graph.deviation > graph.tolerance:
+        problems.append(Problem(f"{where}.deviation", f"{graph.deviation:g}", f"at most its tolerance, {tolerance}"))
     if dtype != "float32" and graph.tolerance == 0:
         problems.append(Problem(f"{where}.tolerance", tolerance, f"above 0 for {dtype}"))
     return problems

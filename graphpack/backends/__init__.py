@@ -16,7 +16,7 @@ from graphpack.errors import EnvironmentMismatchError, Problem
 if TYPE_CHECKING:
     import numpy as np
 
-    from graphpack.archive.record import Graph, Record
+    from graphpack.archive.record import Graph, Layout, Record
     from graphpack.graph import Region
     from graphpack.models.checkpoint import WeightSource
 
@@ -41,7 +41,7 @@ class Executable(Protocol):
     """One graph, ready to run in place over its memory."""
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """Run one step. The outputs are overwritten by the next call."""
+        """Run one step. A later call may overwrite the outputs."""
 
     def close(self) -> None: ...
 
@@ -51,8 +51,14 @@ class Backend(Protocol):
         self, regions: Sequence[Region], weights: WeightSource, constants: Mapping[str, bytes], *, copy_weights: bool
     ) -> Memory: ...
 
+    def check_placement(self, layout: Layout) -> list[Problem]:
+        """Whether memory is placed as this backend places it."""
+
+    def check_settings(self, record: Record, blobs: Mapping[str, bytes]) -> list[Problem]:
+        """Settings that contradict what was captured under them. `blobs` are the graphs' objects by digest."""
+
     def check_blob(self, record: Record, graph: Graph, blob: bytes) -> None:
-        """Refuse native code that breaks the policy, before any of it is loaded."""
+        """Refuse native code that breaks the policy or belongs to another graph, before any of it is loaded."""
 
     def rebuild(self, graph: Graph, blob: bytes, memory: Memory) -> Executable: ...
 

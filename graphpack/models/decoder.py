@@ -17,6 +17,7 @@ from torch.nn import functional
 from graphpack.dtypes import DTYPES
 from graphpack.graph import Bucket, TensorSpec
 from graphpack.models.architecture import DecoderConfig
+from graphpack.models.specs import decode_inputs, decode_outputs, decode_state
 from graphpack.models.weights import WeightSource
 
 
@@ -236,22 +237,13 @@ class DecoderStep:
         return CausalLM(self._whole.model, self._whole.lm_head, bucket.seq_len).eval()
 
     def inputs(self, bucket: Bucket, slots: int) -> tuple[TensorSpec, ...]:
-        limits = {"token_ids": self._config.vocab_size, "positions": bucket.seq_len, "slots": slots}
-        return tuple(
-            TensorSpec(name=name, dtype="int64", shape=(bucket.batch_size,), minimum=0, maximum=limit - 1)
-            for name, limit in limits.items()
-        )
+        return decode_inputs(self._config, bucket, slots)
 
     def outputs(self, bucket: Bucket) -> tuple[TensorSpec, ...]:
-        return (TensorSpec(name="logits", dtype=self._dtype, shape=(bucket.batch_size, self._config.vocab_size)),)
+        return decode_outputs(self._config, bucket, self._dtype)
 
     def state(self, slots: int, seq_len: int) -> tuple[TensorSpec, ...]:
-        shape = (slots, self._config.num_kv_heads, seq_len, self._config.head_dim)
-        return tuple(
-            TensorSpec(name=f"kv.{layer}.{part}", dtype=self._dtype, shape=shape)
-            for layer in range(self._config.num_layers)
-            for part in ("key", "value")
-        )
+        return decode_state(self._config, slots, seq_len, self._dtype)
 
 
 def bound_tensor(weights: WeightSource, name: str, dtype: str) -> Tensor:

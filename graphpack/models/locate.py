@@ -25,7 +25,10 @@ SOURCE_PATH = "source_path"
 
 @dataclass(frozen=True, slots=True)
 class Located:
+    """`config` is None for a factory's model, of which nothing but its tensors is known without its code."""
+
     source: WeightSource
+    config: DecoderConfig | None
     notes: tuple[str, ...] = ()
 
 
@@ -37,34 +40,36 @@ def locate_weights(record: Record, given: Path | None, configured: Path | None) 
     """
     directory = given or configured
     if directory is not None:
-        return Located(_open(record, directory))
+        return Located(*_open(record, directory))
     if record.model.source == "builtin":
-        return Located(_builtin(record.model))
+        return Located(*_builtin(record.model))
     hint = record.informational.get(SOURCE_PATH)
-    if type(hint) is str and Path(hint).is_dir():
-        return Located(_open(record, Path(hint)), (f"weights taken from where they were saved from: {hint}",))
+    # Empty for weights that were made in memory; as a path that would be the current directory.
+    if hint and type(hint) is str and Path(hint).is_dir():
+        note = f"weights taken from where they were saved from: {shown(hint, 400)}"
+        return Located(*_open(record, Path(hint)), (note,))
     name = record.entry.name
     problem = Problem("weights", shown(hint) if hint else "", "not found", f"pass --weights {name}=DIR")
     raise WeightsMismatchError(f"the weights of entry '{name}' are nowhere to be found", [problem])
 
 
-def _open(record: Record, directory: Path) -> WeightSource:
+def _open(record: Record, directory: Path) -> tuple[WeightSource, DecoderConfig | None]:
     shapes = {tensor.name: tensor.shape for tensor in record.weights.tensors}
     ties = {tensor.name: tensor.alias_of for tensor in record.weights.tensors if tensor.alias_of is not None}
     if record.model.source == "factory":
-        return open_checkpoint(directory, shapes, ties)
+        return open_checkpoint(directory, shapes, ties), None
     config = read_config(directory)
     _require_same(record.model, config, f"{directory}/config.json")
-    return open_checkpoint(directory, config.tensor_shapes(), config.ties())
+    return open_checkpoint(directory, config.tensor_shapes(), config.ties()), config
 
 
-def _builtin(model: Model) -> WeightSource:
+def _builtin(model: Model) -> tuple[WeightSource, DecoderConfig]:
     preset = PRESETS.get(model.reference)
     if preset is None:
         problem = Problem("model.reference", shown(model.reference), ", ".join(PRESETS), "pass --weights DIR")
         raise WeightsMismatchError("this version has no built-in model of that name", [problem])
     _require_same(model, preset.config, f"built-in {preset.name}")
-    return preset.open_weights()
+    return preset.open_weights(), preset.config
 
 
 def _require_same(model: Model, config: DecoderConfig, where: str) -> None:

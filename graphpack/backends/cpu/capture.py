@@ -20,6 +20,7 @@ from graphpack.dtypes import COMPUTE_DTYPES
 from graphpack.errors import CaptureRefusedError, Problem, UsageError
 from graphpack.graph import Bucket, TensorSpec
 from graphpack.identity.cpu_isa import CpuIsa
+from graphpack.identity.digests import settings_digest
 from graphpack.models.step import StepModel
 
 _COMPILERS = 2
@@ -44,7 +45,7 @@ class CapturedGraph:
 def capture(
     step: StepModel,
     buckets: Sequence[Bucket],
-    slots: int,
+    settings: Settings,
     weights: frozenset[str],
     isa: CpuIsa,
     done: Callable[[CapturedGraph], None],
@@ -55,6 +56,7 @@ def capture(
     Raises CaptureRefusedError as `trace`, `generate` and `build` do.
     """
     seq_len = max(bucket.seq_len for bucket in buckets)
+    slots = settings.slots
     state = step.state(slots, seq_len)
     captured: list[CapturedGraph] = []
     with tempfile.TemporaryDirectory(prefix="graphpack-") as scratch, ThreadPoolExecutor(_COMPILERS) as pool:
@@ -68,7 +70,8 @@ def capture(
                 directory = Path(scratch) / str(bucket)
                 directory.mkdir()
                 generate(traced, isa, directory)
-                running.append((bucket, traced, start, pool.submit(build, directory)))
+                name = object_name(settings_digest(settings), traced.topology)
+                running.append((bucket, traced, start, pool.submit(build, directory, name)))
             for bucket, traced, start, code in running:
                 graph = CapturedGraph(
                     bucket=bucket,

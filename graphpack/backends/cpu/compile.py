@@ -108,7 +108,7 @@ def build(directory: Path, name: str) -> bytes:
         f"-ffile-prefix-map={directory}=.",
         "-shared",
         "-s",
-        "-Wl,-z,noexecstack,--build-id=none",
+        f"-Wl,-z,noexecstack,--build-id=none,-soname,{name}",
         *(f"-L{path}" for path in flags["libraries_dirs"] if "torch" in path),
         "-ltorch_cpu",
         "-lgomp",

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
+from graphpack.archive.record import Graph, Record
 from graphpack.elf import ElfError, ElfFile, parse
 from graphpack.errors import Problem
+from graphpack.identity.digests import settings_digest
+from graphpack.schema import shown
 
 ELF_MACHINES = {"x86_64": 62}
 """e_machine by `platform.machine()` (System V ABI, EM_X86_64)."""
@@ -24,6 +29,16 @@ ALLOWED_LIBRARIES = frozenset(
     }
 )
 PROXY_EXECUTOR = "aoti_torch_proxy_executor_call_function"
+
+_OBJECT_NAME = re.compile(r"graphpack-([0-9a-f]{64})-([0-9a-f]{64})\.so")
+
+
+def object_name(settings: str, topology: str) -> str:
+    """The SONAME of an object: the digests of the settings it was compiled under and of its graph's topology.
+
+    Without it an object could stand in the place of one for a larger batch, and would read past its inputs.
+    """
+    return f"graphpack-{settings}-{topology}.so"
 
 
 def check_object(code: bytes, machine: str, where: str) -> list[Problem]:
@@ -55,3 +70,28 @@ def check_object(code: bytes, machine: str, where: str) -> list[Problem]:
 def needs(elf: ElfFile) -> tuple[str, ...]:
     """The symbol versions (GLIBC_2.34, GLIBCXX_3.4.30, ...) the object asks of the host, sorted."""
     return tuple(sorted({version for versions in elf.version_needs.values() for version in versions}))
+
+
+def check_described(code: bytes, record: Record, graph: Graph, where: str) -> list[Problem]:
+    """Every way a well-formed object is not the one that its graph describes."""
+    elf = parse(code)
+    problems = []
+    if elf.soname != object_name(settings_digest(record.settings), graph.topology):
+        match = _OBJECT_NAME.fullmatch(elf.soname or "")
+        here = f"topology {match[2][:12]} in the object" if match else f"an object named {shown(elf.soname)}"
+        problems.append(Problem(where, f"topology {graph.topology[:12]}", here, "save again"))
+    undeclared = sorted(set(needs(elf)) - set(record.environment.symbol_versions))
+    return problems + [
+        Problem(where, f"needs {shown(version)}", "not in environment.symbol_versions", "save again")
+        for version in undeclared
+    ]
+
+
+def compiled_settings(code: bytes) -> str | None:
+    """The digest of the settings an object says it was compiled under; None if it says nothing."""
+    try:
+        name = parse(code).soname
+    except ElfError:
+        return None
+    match = _OBJECT_NAME.fullmatch(name or "")
+    return match[1] if match else None

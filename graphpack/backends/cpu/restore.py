@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from graphpack.backends.cpu.memory import CpuMemory
-from graphpack.backends.cpu.policy import check_object
+from graphpack.backends.cpu.policy import check_described, check_object, compiled_settings
 from graphpack.backends.cpu.runtime import CompiledObject, TorchLibrary, torch_library
 from graphpack.dtypes import DTYPES
 from graphpack.errors import CorruptArchiveError, EnvironmentMismatchError, Problem
 from graphpack.graph import Region, TensorSpec, row_major_strides
+from graphpack.identity.cpu_isa import CPU_ISA
+from graphpack.identity.digests import settings_digest
 from graphpack.identity.environment import torch_library_directory
+from graphpack.schema import shown
 
 if TYPE_CHECKING:
-    from graphpack.archive.record import Graph, Record
+    from graphpack.archive.record import Graph, Layout, Record
     from graphpack.models.checkpoint import WeightSource
 
 
@@ -31,10 +34,37 @@ class CpuBackend:
     ) -> CpuMemory:
         return CpuMemory(regions, weights, constants, copy_weights=copy_weights)
 
+    def check_placement(self, layout: Layout) -> list[Problem]:
+        """Nothing has an address of its own on a CPU, so nothing can ask for one."""
+        return [
+            Problem(f"layout.{name}", str(getattr(layout, name)), str(only), "a cpu entry has no arena; save again")
+            for name, only in (("base", 0), ("bytes", 0), ("granularity", 0), ("relocatable", True))
+            if getattr(layout, name) != only
+        ]
+
+    def check_settings(self, record: Record, blobs: Mapping[str, bytes]) -> list[Problem]:
+        settings = record.settings
+        problems = []
+        isa = CPU_ISA.get(settings.cpu_isa)
+        if record.environment.cpu_features != tuple(sorted(isa.features if isa else ())):
+            here = "environment.cpu_features are not those of this instruction set"
+            problems.append(Problem("settings.cpu_isa", settings.cpu_isa, here, "save again"))
+        digest = settings_digest(settings)
+        compiled = {compiled_settings(blobs[graph.object]) for graph in record.graphs} - {None, digest}
+        problems += [
+            Problem("settings", f"digest {digest[:12]}", f"objects compiled under {str(other)[:12]}", "save again")
+            for other in sorted(compiled, key=str)
+        ]
+        return problems
+
     def check_blob(self, record: Record, graph: Graph, blob: bytes) -> None:
-        problems = check_object(blob, platform.machine(), f"blobs/sha256/{graph.object}")
+        where = f"blobs/sha256/{graph.object}"
+        problems = check_object(blob, platform.machine(), where)
         if problems:
             raise CorruptArchiveError(f"the object of bucket {graph.bucket} breaks the policy for native code", problems)
+        problems = check_described(blob, record, graph, where)
+        if problems:
+            raise _other_object(graph, problems)
 
     def rebuild(self, graph: Graph, blob: bytes, memory: CpuMemory) -> CpuGraph:
         return CpuGraph(loaded_torch(), graph, blob, memory)
@@ -83,8 +113,12 @@ class CpuGraph:
         self._constants = self._object.constants()
         problems = []
         names = tuple(constant.name for constant in self._constants)
-        if names != graph.bindings:
-            problems.append(Problem(label, f"record binds {len(graph.bindings)} constants", f"object has {len(names)}, or other names"))
+        if len(names) != len(graph.bindings):
+            problems.append(Problem(label, f"{len(graph.bindings)} bindings", f"{len(names)} in the object"))
+        elif names != graph.bindings:
+            pairs = zip(graph.bindings, names, strict=True)
+            index, (archived_name, name) = next(item for item in enumerate(pairs) if item[1][0] != item[1][1])
+            problems.append(Problem(label, f"bindings[{index}] {archived_name}", f"{shown(name)} in the object"))
         else:
             for constant in self._constants:
                 array = memory.array(constant.name)
@@ -97,7 +131,7 @@ class CpuGraph:
         if counts != wanted:
             problems.append(Problem(label, f"{wanted[0]} inputs, {wanted[1]} outputs", f"{counts[0]} and {counts[1]} in the object"))
         if problems:
-            raise CorruptArchiveError(f"the object of bucket {graph.bucket} is not the one the record describes", problems)
+            raise _other_object(graph, problems)
 
     def _bind(self, memory: CpuMemory) -> None:
         handles = {c.key: self._handle(memory.array(c.name), self._dtypes[c.name]) for c in self._constants}
@@ -148,6 +182,10 @@ class _Output:
 
     def __del__(self) -> None:
         self._delete(self._handle)
+
+
+def _other_object(graph: Graph, problems: Sequence[Problem]) -> CorruptArchiveError:
+    return CorruptArchiveError(f"the object of bucket {graph.bucket} is not the one the record describes", problems)
 
 
 def _object_size(size: int) -> int:
