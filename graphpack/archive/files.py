@@ -97,7 +97,7 @@ def _read_exactly(descriptor: int, size: int) -> bytes:
     """`size` bytes and the end of the file; more or fewer bytes than `size` when it changed."""
     chunks = []
     left = size + 1
-    while left and (chunk := os.read(descriptor, min(left, 1 << 24))):
+    while left and (chunk := os.read(descriptor, left)):
         chunks.append(chunk)
         left -= len(chunk)
     return b"".join(chunks)

@@ -80,17 +80,15 @@ class Archive:
     # --- reading
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], *, uncommitted: bool = False) -> Archive:
-        """An archive with at least one entry; or, with `uncommitted`, one whose writer has yet to commit its first.
+    def open(cls, path: str | os.PathLike[str]) -> Archive:
+        """An archive with at least one entry.
 
         Raises NotFoundError for everything that is something else, CorruptArchiveError, UnsupportedFormatError,
         and StorageError where the system cannot read.
         """
         root = _root(path)
-        if uncommitted and interrupted_save(root):
-            return cls(root, oci.EMPTY_INDEX)
         archive = cls(root, _open_index(root))
-        if not archive.entries() and not uncommitted:
+        if not archive.entries():
             raise _no_archive(root, "looks like an OCI layout without graphpack entries")
         return archive
 
@@ -262,32 +260,28 @@ class Archive:
             self._check_complete(ref)
             old = [position for position, held in enumerate(index.descriptors) if self._replaced(held, ref, name)]
             new = oci.Descriptor(oci.MANIFEST_TYPE, ref.digest, ref.size, name)
-            self._index = index.replacing(old, new)
-            files.write_file(self.path, oci.INDEX_FILE, codec.encode_json(self._index.document))
+            changed = index.replacing(old, new)
+            files.write_file(self.path, oci.INDEX_FILE, codec.encode_json(changed.document))
+        self._index = changed
         self._written.clear()
         self._made.clear()
 
-    def discard(self, ref: EntryRef | None = None) -> None:
-        """Undo a save that was not committed: remove what it wrote, and `ref`, as far as no entry uses it.
+    def discard(self) -> None:
+        """Remove what was written since the last commit and no entry uses; after a commit there is nothing to do.
 
         Never raises for the archive's state or the system's refusals: they would hide why the save failed, and what
         cannot be removed harms nobody.
         """
-        unwanted = {*self._written, *([ref.digest] if ref else [])}
-        if unwanted or self._made:
+        if self._written or self._made:
             with suppress(OSError, GraphpackError):
-                self._remove(unwanted)
+                self._remove_uncommitted()
         self._written.clear()
         self._made.clear()
 
-    def remove_if_empty(self) -> None:
-        """`discard()`, which does nothing after a commit."""
-        self.discard()
-
-    def _remove(self, unwanted: set[str]) -> None:
+    def _remove_uncommitted(self) -> None:
         with files.locked(self.path):
             index = self._current_index()
-            for digest in unwanted - self._used_blobs(index):
+            for digest in set(self._written) - self._used_blobs(index):
                 (self.path / oci.blob_file(digest)).unlink(missing_ok=True)
             self._sweep()
         if not index.descriptors:
@@ -336,23 +330,33 @@ class Archive:
 
     def _make_folders(self) -> None:
         """Idempotent: a concurrent first save that failed may have removed them."""
-        target = self.path / oci.BLOBS
-        with storage_errors("make", self.path):
-            for folder in reversed([target, *target.parents]):
-                with suppress(FileExistsError):
-                    folder.mkdir()
-                    self._made.append(folder)
-                    files.sync_folder(folder.parent)
-        if not os.path.lexists(self.path / oci.LAYOUT_FILE):
+        blobs = self.path / oci.BLOBS
+        for folder in (*reversed(self.path.parents), self.path):
+            self._make_folder(folder)
+        layout = self.path / oci.LAYOUT_FILE
+        if not os.path.lexists(layout):
             files.write_file(self.path, oci.LAYOUT_FILE, oci.encode_layout())
+            self._made.append(layout)
+        for folder in (blobs.parent, blobs):
+            if folder.is_symlink():
+                raise codec.corrupt(str(folder.relative_to(self.path)), "a symbolic link, not a directory")
+            self._make_folder(folder)
+
+    def _make_folder(self, folder: Path) -> None:
+        with storage_errors("make", folder), suppress(FileExistsError):
+            if not folder.is_dir():
+                folder.mkdir()
+                self._made.append(folder)
+                files.sync_folder(folder.parent)
 
     def _remove_folders(self) -> None:
-        """Take back the folders this save made, as far as nobody else uses them."""
+        """Take back what `_make_folders` made, as far as nobody else uses it."""
         with suppress(OSError):
-            for folder in reversed(self._made):
-                if folder == self.path:
-                    (folder / oci.LAYOUT_FILE).unlink(missing_ok=True)
-                folder.rmdir()
+            for path in reversed(self._made):
+                if path.is_dir():
+                    path.rmdir()
+                else:
+                    path.unlink(missing_ok=True)
 
     def _sweep(self) -> None:
         with storage_errors("list", self.path):

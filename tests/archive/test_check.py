@@ -229,10 +229,16 @@ def test_one_name_twice(part: str) -> None:
 def test_tolerances(dtype: str, tolerance: float, refused: bool) -> None:
     record = make_record()
     record = replace(record, model=replace(record.model, effective_dtype=dtype))
-    problems = where(check_record(with_graph(record, 1, tolerance=tolerance)))
+    problems = where(check_record(with_graph(record, 1, tolerance=tolerance, deviation=0.0)))
     if not refused and dtype != "float32":
         assert problems == []
     assert ("graphs[1].tolerance" in problems) is refused
+
+
+def test_a_deviation_above_the_tolerance() -> None:
+    record = make_record()
+    (problem,) = check_record(with_graph(record, 0, deviation=3e-5))
+    assert problem == Problem("graphs[0].deviation", "3e-05", "at most its tolerance, 2e-05")
 
 
 @pytest.mark.parametrize("tolerance", [float("nan"), float("inf"), -1e-9])

@@ -66,7 +66,10 @@ def test_both_readers_agree(two: Path) -> None:
 def test_every_flipped_byte_of_every_file(two: Path) -> None:
     good = read_everything(two)
     silent = 0
+    second = read_manifest(two, 1)["config"]["digest"]
     for file in files(two):
+        if str(file).endswith(second.removeprefix("sha256:")):
+            continue  # as the other record
         data = file.read_bytes()
         tags = [range(start := data.index(tag), start + len(tag)) for tag in (b"tiny", b"second") if tag in data]
         for position, changed in flips(file, data):

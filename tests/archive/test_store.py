@@ -150,9 +150,8 @@ def test_nothing_is_seen_before_the_commit(tmp_path: Path) -> None:
     ref = archive.put_entry(make_record())
     with pytest.raises(NotFoundError, match=r"index.json is missing"):
         Archive.open(tmp_path / "archive")
-    writing = Archive.open(tmp_path / "archive", uncommitted=True)
-    assert writing.entries() == ()
-    assert writing.read_entry(ref).record == make_record()
+    assert archive.entries() == ()
+    assert archive.read_entry(ref).record == make_record()
     archive.commit(ref, "tiny")
     assert Archive.open(tmp_path / "archive").entries() == archive.entries() == (ref,)
 
@@ -184,6 +183,34 @@ def test_writers_do_not_lose_each_others_entries(tmp_path: Path) -> None:
     for number, writer in enumerate(writers):
         writer.commit(writer.put_entry(make_record(f"entry-{number}")), f"entry-{number}")
     assert Archive.open(tmp_path / "archive").entry_names() == ("tiny", "entry-0", "entry-1", "entry-2")
+
+
+WRITE = """
+import sys
+from pathlib import Path
+from tests.archive.build import make_archive, make_record
+for turn in range(8):
+    make_archive(Path(sys.argv[1]), make_record("shared", informational={"by": sys.argv[2], "turn": turn}))
+    make_archive(Path(sys.argv[1]), make_record(f"of-{sys.argv[2]}", informational={"turn": turn}))
+"""
+
+
+def test_writers_and_readers_at_once(tmp_path: Path) -> None:
+    """Four processes make and change one archive; from the first commit on, every reading is whole."""
+    path = tmp_path / "archive"
+    root = Path(__file__).parents[2]
+    writers = [subprocess.Popen([sys.executable, "-c", WRITE, str(path), str(number)], cwd=root) for number in range(4)]
+    readings = 0
+    while any(writer.poll() is None for writer in writers):
+        if (path / "index.json").exists():
+            archive = Archive.open(path)
+            for entry in archive.find(None):
+                assert len([archive.read_blob(blob) for blob in entry.record.blobs]) == 5
+            readings += 1
+    assert [writer.returncode for writer in writers] == [0] * 4
+    assert readings > 0
+    assert set(Archive.open(path).entry_names()) == {"shared", "of-0", "of-1", "of-2", "of-3"}
+    assert not [name for name in tree(path) if ".tmp-" in name or ".lock" in name]
 
 
 def test_a_moved_archive(archive: Path, tmp_path: Path) -> None:
@@ -550,15 +577,33 @@ def test_a_discarded_first_save_leaves_nothing(tmp_path: Path) -> None:
     assert tree(tmp_path) == set()
 
 
+def test_a_discarded_save_into_an_empty_directory_leaves_it_empty(tmp_path: Path) -> None:
+    archive = Archive.create(tmp_path)
+    archive.put_blob(b"some content", oci.OBJECT_TYPE)
+    archive.discard()
+    assert tree(tmp_path) == set()
+
+
+@pytest.mark.parametrize("name", ["blobs", "blobs/sha256"])
+def test_nothing_is_written_through_a_link(archive: Path, name: str, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    (archive / name).rename(outside)
+    (archive / name).symlink_to(outside)
+    before = tree(outside)
+    with pytest.raises(CorruptArchiveError, match=f"{name}: a symbolic link"):
+        Archive.create(archive)
+    assert tree(outside) == before
+
+
 def test_a_discarded_later_save_leaves_what_was_there(archive: Path) -> None:
     before = tree(archive)
     writer = Archive.create(archive)
     for media_type, content in CONTENTS.values():
         writer.put_blob(content, media_type)  # in use by the entry: found in place
     writer.put_blob(b"something new", oci.OBJECT_TYPE)
-    ref = writer.put_entry(make_record("second"))
+    writer.put_entry(make_record("second"))
     assert tree(archive) > before
-    writer.discard(ref)
+    writer.discard()
     assert tree(archive) == before
     assert Archive.open(archive).entry_names() == ("tiny",)
 
@@ -566,7 +611,7 @@ def test_a_discarded_later_save_leaves_what_was_there(archive: Path) -> None:
 def test_discarding_after_a_commit_does_nothing(tmp_path: Path) -> None:
     archive = make_archive(tmp_path / "archive")
     before = tree(tmp_path)
-    archive.remove_if_empty()
+    archive.discard()
     assert tree(tmp_path) == before
 
 
@@ -650,7 +695,7 @@ def test_a_failing_rename_leaves_the_old_index(archive: Path, monkeypatch: pytes
         patch.setattr(os, "rename", refuse)
         with pytest.raises(StorageError, match=r"index.json: No space left on device"):
             writer.commit(ref, "second")
-    writer.discard(ref)
+    writer.discard()
     assert tree(archive) == before
     assert Archive.open(archive).entry_names() == ("tiny",)
 
