@@ -11,6 +11,8 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,9 @@ GENERATED_NAME = "step"
 def generate(step: TracedStep, isa: CpuIsa, directory: Path) -> Path:
     """Write the C++ of a step into the empty `directory`.
 
-    Raises CaptureRefusedError if Inductor cannot lower an operation, naming it.
+    Raises CaptureRefusedError if Inductor cannot lower an operation, naming it, or if there is no compiler.
     """
+    compiler()
     options: dict[str, Any] = {
         "aot_inductor.package": True,
         "aot_inductor.package_cpp_only": True,
@@ -48,7 +51,8 @@ def generate(step: TracedStep, isa: CpuIsa, directory: Path) -> Path:
         "cpp.vec_isa_ok": True,
     }
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _plain_path(directory) as path:
+            options["aot_inductor.output_path"] = f"{path}/"
             torch._inductor.aot_compile(step.program.module(), step.inputs, options=options)
     except Exception as error:  # noqa: BLE001 - Inductor raises many unrelated types; each means this step has no object
         lines = [line for line in str(error).splitlines() if line.strip()]
@@ -66,6 +70,24 @@ def generate(step: TracedStep, isa: CpuIsa, directory: Path) -> Path:
             ],
         )
     return source
+
+
+def compiler() -> str:
+    """The C++ compiler's command. Raises CaptureRefusedError if there is none."""
+    command = os.environ.get("CXX") or "g++"
+    if shutil.which(command) is None:
+        raise CaptureRefusedError("save needs a C++ compiler", [Problem(command, "", "not on PATH", "install g++")])
+    return command
+
+
+@contextmanager
+def _plain_path(directory: Path) -> Iterator[str]:
+    """Another path of a directory: Inductor splits its command lines at blanks."""
+    descriptor = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/{os.getpid()}/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
 
 
 def _proxied(directory: Path) -> list[str]:
@@ -89,14 +111,11 @@ def build(directory: Path, name: str) -> bytes:
 
     Raises CaptureRefusedError if there is no compiler, GraphpackError if it fails.
     """
-    compiler = os.environ.get("CXX") or "g++"
-    if shutil.which(compiler) is None:
-        raise CaptureRefusedError("save needs a C++ compiler", [Problem("g++", "", "not on PATH", "install g++")])
     flags = json.loads((directory / f"{GENERATED_NAME}.wrapper_linker_flags.json").read_text())
     includes = Path(torch.__file__).parent / "include"
     compile_flags = [f"-{flag}" for flag in flags["cflags"] if flag not in ("shared", "Wall", "pedantic")]
     command = [
-        compiler,
+        compiler(),
         f"{GENERATED_NAME}.wrapper.cpp",
         *(str(found.relative_to(directory)) for found in directory.rglob("*.weights.o")),
         *(f"-D{definition.strip()}" for definition in flags["definitions"]),
@@ -117,7 +136,7 @@ def build(directory: Path, name: str) -> bytes:
     ]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
-        raise GraphpackError(f"{compiler} failed on generated code:\n{done.stderr[-4000:]}")
+        raise GraphpackError(f"{command[0]} failed on generated code:\n{done.stderr[-4000:]}")
     code = clear_executable_stack((directory / "step.so").read_bytes())
     problems = check_object(code, os.uname().machine, "the compiled object")
     if problems:

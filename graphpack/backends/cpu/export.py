@@ -142,7 +142,7 @@ def _dropout_is_off(node: torch.fx.Node) -> bool:
     given = dict(node.kwargs)
     for argument, value in zip(node.target._schema.arguments, node.args, strict=False):  # type: ignore[union-attr]
         given[argument.name] = value
-    return given.get("train") is False or ("dropout_p" in _argument_names(node) and given.get("dropout_p", 0.0) == 0.0)
+    return given.get("train") is False or ("dropout_p" in _argument_names(node) and not given.get("dropout_p"))
 
 
 def _argument_names(node: torch.fx.Node) -> set[str]:
