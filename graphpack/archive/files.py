@@ -130,8 +130,10 @@ def probe(folder: Path) -> None:
     """Raises StorageError unless files can be made in `folder`."""
     with storage_errors("write in", folder):
         descriptor, temporary = _open_temporary(folder)
-        os.close(descriptor)
-        os.unlink(temporary)
+        try:
+            os.unlink(temporary)  # while it is locked: without its lock another writer may sweep it
+        finally:
+            os.close(descriptor)
 
 
 def sync_folder(folder: Path) -> None:
