@@ -127,16 +127,19 @@ def _graph(graph: Graph, sizes: Mapping[str, Blob], *, whole: bool) -> Document:
 
 
 def _kernels(record: Record, sizes: Mapping[str, Blob]) -> list[Document]:
-    """The compiled objects, each once, with the buckets that run it."""
+    """The compiled objects, or on CUDA the kernel images, each once, with the buckets that run it."""
     buckets: dict[str, list[str]] = {}
     for graph in record.graphs:
-        buckets.setdefault(graph.object, []).append(str(graph.bucket))
+        for digest in graph.images or (graph.object,):
+            buckets.setdefault(digest, []).append(str(graph.bucket))
+    cuda = record.environment.cuda
+    isa = f"sm_{cuda.capability.replace('.', '')}" if cuda else record.settings.cpu_isa
     return [
         {
             "digest": digest,
             "bytes": sizes[digest].content_size,
             "stored_bytes": sizes[digest].size,
-            "isa": record.settings.cpu_isa,
+            "isa": isa,
             "buckets": users,
         }
         for digest, users in buckets.items()

@@ -97,8 +97,12 @@ def _check_blobs(record: Record) -> list[Problem]:
         problems.append(Problem("blobs", "not sorted by digest, each once"))
     if not record.graphs:
         problems.append(Problem("graphs", "empty", "at least one"))
-    uses = [
-        (f"graphs[{position}].object", graph.object, oci.OBJECT_TYPE) for position, graph in enumerate(record.graphs)
+    object_type = oci.CUDA_GRAPH_TYPE if record.entry.backend == "cuda" else oci.OBJECT_TYPE
+    uses = [(f"graphs[{position}].object", graph.object, object_type) for position, graph in enumerate(record.graphs)]
+    uses += [
+        (f"graphs[{position}].images", image, oci.IMAGE_TYPE)
+        for position, graph in enumerate(record.graphs)
+        for image in graph.images
     ]
     uses += [
         (f"graphs[{position}].golden", graph.golden, oci.GOLDEN_TYPE) for position, graph in enumerate(record.graphs)

@@ -20,6 +20,8 @@ FORMAT_MINOR = 0
 _TAG = "[A-Za-z0-9_][A-Za-z0-9._-]{0,127}"
 EntryName = Annotated[str, matching(f"a registry tag: `{_TAG}`", _TAG)]
 Revision = Annotated[str, matching("40 lower-case hexadecimal digits", "[0-9a-f]{40}")]
+Capability = Annotated[str, matching("`MAJOR.MINOR`", "[0-9]{1,2}\\.[0-9]")]
+CudaVersion = Annotated[str, matching("`MAJOR.MINOR`", "[0-9]{1,2}\\.[0-9]{1,2}")]
 Distance = Annotated[float, Rule("finite, at least 0", lambda value: math.isfinite(value) and value >= 0)]
 
 
@@ -123,14 +125,30 @@ class TorchBuild:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CudaEnvironment:
+    """What CUDA graphs need of a device and its driver. The versions below `driver_cuda` are those of the libraries
+    that the kernels were taken from; none of these is needed to run them."""
+
+    capability: Capability
+    sm_count: Positive
+    driver_cuda: CudaVersion
+    runtime: str
+    cublas: str
+    cudnn: str
+    triton: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """What the entry needs of the machine. All but `informational` fields of section 'Environment' are checked."""
+    """What the entry needs of the machine. All but `informational` fields of section 'Environment' are checked.
+    `cuda` is None on CPU; on CUDA the features and symbol versions are empty."""
 
     device_type: Annotated[str, one_of("cpu", "cuda")]
     machine: str
     cpu_features: tuple[str, ...]
     symbol_versions: tuple[str, ...]
     torch: TorchBuild
+    cuda: CudaEnvironment | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +159,8 @@ class Settings:
     seq_lens: tuple[Positive, ...]
     slots: Positive
     attention: Annotated[str, one_of("sdpa", "custom")]
-    cpu_isa: Annotated[str, one_of("avx2", "avx512")]
+    cpu_isa: Annotated[str, one_of("avx2", "avx512")] | None
+    compile: bool = False
     float32_matmul_precision: Annotated[str, one_of("highest", "high", "medium")]
     deterministic_algorithms: bool
 
@@ -149,7 +168,8 @@ class Settings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
     """One captured graph. `bindings` are the names of weight and constant regions in the object's own order;
-    `state` are the regions it updates in place, each of which must be in the layout just so.
+    `state` are the regions it updates in place, each of which must be in the layout just so. `images` are the blobs
+    of the kernel images it runs, in the order in which its object counts them; a CPU's object has its code in itself.
 
     `tolerance` is the largest absolute difference from a golden value that a replay may show; it and
     `deviation`, the difference from eager measured at save, are in units of the logits.
@@ -159,6 +179,7 @@ class Graph:
     topology: Digest
     nodes: Count
     object: Digest
+    images: tuple[Digest, ...] = ()
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     state: tuple[TensorSpec, ...]

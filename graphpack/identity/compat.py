@@ -5,7 +5,11 @@
 | `device_type`, `machine` | the same | no |
 | `cpu_features` | all of them here; more is fine | no |
 | `symbol_versions` | all of them here; more is fine | no |
-| `torch` | the same version, local part included, built from the same commit | yes |
+| `torch` | the same version, local part included, built from the same commit; on CUDA recorded, not needed | yes |
+| `cuda.capability` | the same | no |
+| `cuda.sm_count` | the same: kernels are chosen by it, so that waiving it calls for verified outputs | yes |
+| `cuda.driver_cuda` | supports this CUDA version | no |
+| `cuda.runtime`, `cublas`, `cudnn`, `triton` | recorded, not needed | - |
 """
 
 from __future__ import annotations
@@ -14,19 +18,19 @@ import re
 from collections.abc import Iterable
 from dataclasses import fields
 
-from graphpack.archive.record import Environment, TorchBuild
+from graphpack.archive.record import CudaEnvironment, Environment, TorchBuild
 from graphpack.errors import Problem, UsageError
-from graphpack.identity.environment import Host
+from graphpack.identity.environment import CudaDevice, Host
 from graphpack.schema import shown
 
-WAIVABLE = ("torch",)
+WAIVABLE = ("sm_count", "torch")
 
 _SAVE_AGAIN = "save again on this machine"
 
 
 def check_allowed(allow: Iterable[str]) -> None:
     """Raise UsageError with every field that `--allow` does not take."""
-    known = {field.name for field in fields(Environment)}
+    known = {field.name for cls in (Environment, CudaEnvironment) for field in fields(cls)}
     problems = [
         Problem(f"--allow {shown(name)}", hint="cannot be waived" if name in known else "no such field")
         for name in sorted(set(allow).difference(WAIVABLE))
@@ -39,6 +43,13 @@ def check_environment(archived: Environment, here: Host, allow: frozenset[str]) 
     """The problems that refuse an entry and those that `allow` waives. Raises UsageError for a bad `allow`."""
     check_allowed(allow)
     refused = _check_machine(archived, here)
+    if archived.device_type == "cuda":
+        if archived.cuda is None or here.cuda is None:
+            # Without a device here, `_check_machine` has said so.
+            return refused or [Problem("environment.cuda", "missing", "", "the record contradicts itself")], []
+        refused += _check_cuda(archived.cuda, here.cuda)
+        count = _check_sm_count(archived.cuda, here.cuda)
+        return (refused, count) if "sm_count" in allow else (refused + count, [])
     if here.torch is None:
         return [*refused, _torch_missing(archived.torch)], []
     torch = _check_torch(archived.torch, here.torch)
@@ -68,6 +79,30 @@ def _check_available(field: str, needed: Iterable[str], available: frozenset[str
     if not missing:
         return []
     return [Problem(f"environment.{field}", f"needs {shown(', '.join(missing), 400)}", "missing", hint)]
+
+
+def _check_cuda(archived: CudaEnvironment, here: CudaDevice) -> list[Problem]:
+    problems = []
+    if archived.capability != here.capability:
+        where = "environment.cuda.capability"
+        problems.append(Problem(where, archived.capability, f"{here.capability} ({shown(here.name)})", _SAVE_AGAIN))
+    if _numbers(archived.driver_cuda) > _numbers(here.driver_cuda):
+        hint = "update the NVIDIA driver, or save again on this machine"
+        problems.append(
+            Problem("environment.cuda.driver_cuda", f"needs {archived.driver_cuda}", here.driver_cuda, hint)
+        )
+    return problems
+
+
+def _check_sm_count(archived: CudaEnvironment, here: CudaDevice) -> list[Problem]:
+    if archived.sm_count == here.sm_count:
+        return []
+    hint = f"{_SAVE_AGAIN}; --allow sm_count restores it all the same and verifies its outputs"
+    return [Problem("environment.cuda.sm_count", str(archived.sm_count), str(here.sm_count), hint)]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))
 
 
 def _check_torch(archived: TorchBuild, here: TorchBuild) -> list[Problem]:

@@ -39,6 +39,17 @@ _TEXT_LIMIT = 65536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CudaDevice:
+    """A device and the CUDA version its driver supports, as the driver tells; `memory_bytes` is all of its memory."""
+
+    name: str
+    capability: str
+    sm_count: int
+    driver_cuda: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
     """This machine, as far as an entry can depend on it. `informational` is for people and decides nothing."""
 
@@ -48,21 +59,24 @@ class Host:
     symbol_versions: frozenset[str]
     torch: TorchBuild | None
     torch_lib: Path | None
+    cuda: CudaDevice | None = None
     informational: Mapping[str, str | int] = field(default_factory=dict)
 
 
-def read_host() -> Host:
+def read_host(cuda: CudaDevice | None = None) -> Host:
+    """This machine; with `cuda`, as it is to an entry on that device, which needs no library of the host."""
     machine = os.uname().machine
     torch = _package("torch")
     torch_lib = torch / "lib" if torch else None
     features, cpu_model = _read_cpu(_CPUINFO)
     return Host(
-        device_type="cpu",
+        device_type="cuda" if cuda else "cpu",
         machine=machine,
         cpu_features=features,
-        symbol_versions=_symbol_versions(machine, torch_lib),
+        symbol_versions=frozenset() if cuda else _symbol_versions(machine, torch_lib),
         torch=_torch_build(torch) if torch else None,
         torch_lib=torch_lib,
+        cuda=cuda,
         informational={
             "python": ".".join(str(part) for part in sys.version_info[:3]),
             "numpy": _version_line(_package("numpy"), "version"),
@@ -71,6 +85,7 @@ def read_host() -> Host:
             "os": _os_name(_OS_RELEASE),
             "kernel": os.uname().release,
             "libc": _libc_version(),
+            **({"device": cuda.name, "device_memory_bytes": cuda.memory_bytes} if cuda else {}),
         },
     )
 

@@ -189,6 +189,8 @@ def test_the_media_types() -> None:
         "entry (`artifactType`)": oci.ENTRY_TYPE,
         "record": oci.RECORD_TYPE,
         "object": oci.OBJECT_TYPE,
+        "CUDA graph": oci.CUDA_GRAPH_TYPE,
+        "image": oci.IMAGE_TYPE,
         "golden": oci.GOLDEN_TYPE,
         "constants": oci.CONSTANTS_TYPE,
     }

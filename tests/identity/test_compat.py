@@ -161,7 +161,7 @@ def test_what_allow_takes() -> None:
         check_environment(ARCHIVED, HERE, frozenset({"torch", "machine", "typo\n"}))
     assert caught.value.code == 2
     assert str(caught.value) == (
-        "--allow takes only: torch\n"
+        "--allow takes only: sm_count, torch\n"
         "  --allow machine\n"
         "    -> cannot be waived\n"
         "  --allow typo\\x0a\n"

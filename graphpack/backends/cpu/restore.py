@@ -45,10 +45,10 @@ class CpuBackend:
     def check_settings(self, record: Record, blobs: Mapping[str, bytes]) -> list[Problem]:
         settings = record.settings
         problems = []
-        isa = CPU_ISA.get(settings.cpu_isa)
+        isa = CPU_ISA.get(settings.cpu_isa or "")
         if record.environment.cpu_features != tuple(sorted(isa.features if isa else ())):
             here = "environment.cpu_features are not those of this instruction set"
-            problems.append(Problem("settings.cpu_isa", settings.cpu_isa, here, "save again"))
+            problems.append(Problem("settings.cpu_isa", settings.cpu_isa or "none", here, "save again"))
         digest = settings_digest(settings)
         compiled = {compiled_settings(blobs[graph.object]) for graph in record.graphs} - {None, digest}
         problems += [
