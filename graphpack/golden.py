@@ -117,20 +117,24 @@ class Recorder:
         self._inputs: dict[str, list[np.ndarray]] = {}
         self._parts: list[tuple[np.ndarray, ...]] = []
 
-    def add(self, inputs: Mapping[str, np.ndarray], output: np.ndarray, dtype: str) -> None:
+    @property
+    def rows(self) -> np.ndarray:
+        """The rows of the next step that are looked at closely."""
+        return self._rows[len(self._parts)]
+
+    def add(self, inputs: Mapping[str, np.ndarray], argmax: np.ndarray, some: np.ndarray, dtype: str) -> None:
+        """One step: the choice of every row, and the output's `rows`, of `dtype` in the type that carries it."""
         for name, value in inputs.items():
             self._inputs.setdefault(name, []).append(value.copy())
-        values = widened(output, dtype)
-        rows = self._rows[len(self._parts)]
-        some = values[rows]
-        order = np.argsort(-some, axis=1, kind="stable")[:, : self._top].astype(np.int32)
+        values = widened(some, dtype)
+        order = np.stack([_largest(row, self._top) for row in values])
         self._parts.append(
             (
-                values.argmax(axis=1).astype(np.int32),
+                argmax.astype(np.int32),
                 order,
-                np.take_along_axis(some, order, axis=1).astype(np.float32),
-                some[:, self._samples].astype(np.float32),
-                row_digests(output, rows),
+                np.take_along_axis(values, order, axis=1).astype(np.float32),
+                values[:, self._samples].astype(np.float32),
+                row_digests(some),
             )
         )
 
@@ -148,9 +152,19 @@ class Recorder:
         )
 
 
-def row_digests(output: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """SHA-256 of the raw bytes of each of `rows`, uint8 `[n, 32]`."""
-    return np.stack([np.frombuffer(hashlib.sha256(output[row].tobytes()).digest(), np.uint8) for row in rows])
+def _largest(row: np.ndarray, count: int) -> np.ndarray:
+    """Indices of the largest values, largest first and, of equal ones, the first first: int32 `[count]`."""
+    # Only what reaches the last of them is sorted: a vocabulary is long, and this is done for many rows.
+    least = np.partition(row, -count)[-count]
+    reaching = np.flatnonzero(row >= least) if not np.isnan(least) else np.arange(len(row))
+    if len(reaching) < count:
+        reaching = np.arange(len(row))
+    return reaching[np.argsort(-row[reaching], kind="stable")[:count]].astype(np.int32)
+
+
+def row_digests(rows: np.ndarray) -> np.ndarray:
+    """SHA-256 of the raw bytes of each row, uint8 `[n, 32]`."""
+    return np.stack([np.frombuffer(hashlib.sha256(row.tobytes()).digest(), np.uint8) for row in rows])
 
 
 @dataclass(slots=True)
@@ -169,23 +183,23 @@ class Comparison:
         golden, step = self.golden, self.steps
         self.steps += 1
         rows = golden.rows[step]
-        values = widened(output, dtype)
-        some = values[rows]
+        raw = output[rows]
+        some = widened(raw, dtype)
         top_here = np.take_along_axis(some, golden.top_indices[step], axis=1)
         here = np.concatenate([top_here, some[:, golden.sample_indices]], axis=1)
         archived = np.concatenate([golden.top_values[step], golden.sample_values[step]], axis=1)
         # No graph with a NaN among its outputs is saved, so one that is not among the recorded values is wrong too.
         worst = math.nan if np.isnan(some).any() else largest_difference(here, archived)
         self.max_difference = float(np.maximum(self.max_difference, worst))
-        self.bit_identical = self.bit_identical and bool((row_digests(output, rows) == golden.digests[step]).all())
+        self.bit_identical = self.bit_identical and bool((row_digests(raw) == golden.digests[step]).all())
         if not worst <= self.tolerance:
             self._differs(step, f"within {self.tolerance:.3g}", f"differs by {worst:.3g}")
         # Rows whose two best logits are closer than the tolerance allows either to win; the others must agree.
         top = golden.top_values[step]
         clear = top[:, 0] - top[:, 1] > 2 * self.tolerance if top.shape[1] > 1 else np.ones(len(top), bool)
         self.argmax_compared += int(clear.sum())
-        for row, choice in zip(rows[clear], golden.argmax[step][rows[clear]], strict=True):
-            chosen = int(values[row].argmax())
+        for row, values, choice in zip(rows[clear], some[clear], golden.argmax[step][rows[clear]], strict=True):
+            chosen = int(values.argmax())
             if chosen != choice:
                 self._differs(step, f"row {row} chooses {choice}", f"chooses {chosen}")
 
@@ -251,11 +265,23 @@ def decode(data: bytes, bucket: Bucket, inputs: tuple[TensorSpec, ...], output: 
         for name, limit in limits.items()
         if shaped[name].size and not (0 <= shaped[name].min() and shaped[name].max() < limit)
     ]
+    problems += [
+        Problem(where, f"{spec.name} has a value out of range", f"{spec.minimum} to {spec.maximum}")
+        for spec in inputs
+        if not _within(given[spec.name], spec)
+    ]
     if set(document) != {"steps", "inputs", *_ARRAYS} or len(document["inputs"]) != len(inputs) or count < 1:
         problems.append(Problem(where, "has other parts than a golden", "see docs/format.md, Goldens"))
     if problems:
         raise CorruptArchiveError("a golden is not what its graph describes", problems)
     return Golden(inputs=given, **shaped)
+
+
+def _within(values: np.ndarray, spec: TensorSpec) -> bool:
+    if not values.size:
+        return True
+    above = spec.minimum is None or values.min() >= spec.minimum
+    return bool(above and (spec.maximum is None or values.max() <= spec.maximum))
 
 
 def _shaped(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
