@@ -1,4 +1,4 @@
-"""Element type conversions without torch, bit for bit what torch's `Tensor.to` gives."""
+"""Element type conversions without torch, bit for bit what torch's `Tensor.to` gives, the bits of a NaN aside."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def widened(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def narrowed_to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """uint16 bit patterns nearest to float32 `values`, ties to even; NaN stays NaN (0x7fc0, as torch writes it)."""
+    """uint16 bit patterns nearest to float32 `values`, ties to even; every NaN becomes 0x7fc0, one of those torch writes."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = bits + 0x7FFF + ((bits >> 16) & 1)
     return np.where(np.isnan(values), np.uint32(0x7FC0), rounded >> 16).astype(np.uint16)
@@ -32,6 +32,10 @@ def convert(data: memoryview, source: str, target: str) -> np.ndarray:
         raise ValueError(f"no conversion from {source} to {target}")
     values = np.frombuffer(data, dtype=DTYPES[source].numpy)
     wide = values if source == "float64" else widened(values, source)
-    if target == "bfloat16":
-        return narrowed_to_bfloat16(wide.astype(np.float32))
-    return wide.astype(DTYPES[target].numpy)
+    # What is too large becomes infinite and a signalling NaN quiet, as in torch, without numpy's warnings.
+    with np.errstate(over="ignore", invalid="ignore"):
+        if target == "bfloat16":
+            return narrowed_to_bfloat16(wide.astype(np.float32))
+        if target == "float16":  # from float64 it is rounded twice, as in torch
+            return wide.astype(np.float32).astype(np.float16)
+        return wide.astype(DTYPES[target].numpy)
