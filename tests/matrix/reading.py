@@ -1,0 +1,98 @@
+"""Running a row, and the words of its answer."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from graphpack import restore
+from graphpack.errors import GraphpackError
+from graphpack.identity.environment import Host, read_host
+from graphpack.results import LoadedEntry, LoadRequest
+from tests.archive.build import identity, read_record
+from tests.matrix.row import Row
+from tests.matrix.sealing import names_of_files
+
+
+def outcome(request: LoadRequest) -> GraphpackError | LoadedEntry:
+    """What loading the one entry gives. Any other exception is a failure of the test."""
+    try:
+        (model,) = restore.load(request)
+    except GraphpackError as error:
+        return error
+    model.close()
+    return model.result
+
+
+def read(archive: Path, row: Row, *, verify: bool, **options: Any) -> GraphpackError | LoadedEntry:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(restore, "read_host", lambda: host_of(row))
+        return outcome(LoadRequest(archive=archive, verify=verify, allow=row.allow, **options))
+
+
+def host_of(row: Row) -> Host:
+    """This machine with the row's changes."""
+    host = this_machine()
+    for change, value in row.host.items():
+        name, _, how = change.rpartition("_")
+        if how == "less":
+            host = replace(host, **{name: getattr(host, name) - frozenset(value)})
+        elif how == "more":
+            host = replace(host, **{name: getattr(host, name) | frozenset(value)})
+        else:
+            host = replace(host, **{change: value})
+    return host
+
+
+@cache
+def this_machine() -> Host:
+    return read_host()
+
+
+def words(base: Path, archive: Path, new: dict[str, Any]) -> dict[str, Any]:
+    """What an answer may say in `{...}`: `old` and `new` are the record before and after; `object_1`, `golden_2`,
+    `constants`, `record`, `manifest` are files, with `_size` their sizes; `archive` is the directory, and
+    `old_settings` and `new_settings` are digests."""
+    old = read_record(base)
+    files = names_of_files(base, old)
+    files |= {name: file for name, file in names_of_files(archive, old).items() if name in ("manifest", "record")}
+    sizes = {
+        f"{name}_size": (archive / file).stat().st_size for name, file in files.items() if (archive / file).exists()
+    }
+    settings = {"old_settings": identity(4, old["settings"]), "new_settings": identity(4, new["settings"])}
+    return {"old": old, "new": new, "archive": archive, "any": "\0", **settings, **sizes, **files}
+
+
+def assert_says(error: GraphpackError, answer: Answer, said: dict[str, Any]) -> None:
+    """The error has the answer's exit code and whole message, in which `{any}` stands for anything within a line."""
+    message = answer.message.format(**said)
+    pattern = re.escape(message).replace("\0", ".+")
+    assert re.fullmatch(pattern, str(error)), f"{error.code}: {error}\n--- expected {answer.exit}:\n{message}"
+    assert error.code == answer.exit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What must be said to a row. Without a message the load succeeds, with these notes and waived fields."""
+
+    exit: int = 0
+    message: str = ""
+    notes: tuple[str, ...] = ()
+    waived: str = ""
+
+
+@cache
+def answers(name: str) -> dict[str, Answer]:
+    """By title, from `answers/NAME.yaml`."""
+    text = (Path(__file__).parent / "answers" / f"{name}.yaml").read_text()
+    documents: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    return {
+        title: Answer(**{**document, "notes": tuple(document.get("notes", ()))})
+        for title, document in documents.items()
+    }

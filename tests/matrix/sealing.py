@@ -1,0 +1,174 @@
+"""Edits of an archive that leave every digest above them right, made around graphpack."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import zstandard
+
+from tests.archive.build import (
+    HEADER,
+    blob_path,
+    frame,
+    identity,
+    read_index,
+    read_manifest,
+    read_record,
+    sha256,
+)
+from tests.matrix.row import Edit, FromRecord, Row
+
+BLOBS = {"@object": "graphs.0.object", "@golden": "graphs.0.golden", "@constants": "constants"}
+"""Names, in a path, of the places of blobs in their list, which is sorted by digest."""
+
+DOCUMENTS = ("header", "manifest", "index", "oci-layout", "content")
+
+
+def clone(base: Path, target: Path) -> Path:
+    """A copy whose blobs are links to those of `base`: replace them, never write into them."""
+    shutil.copytree(base, target, copy_function=_link_blobs)
+    return target
+
+
+def _link_blobs(source: str, target: str) -> None:
+    if "/blobs/" in source:
+        os.link(source, target)
+    else:
+        shutil.copyfile(source, target)
+
+
+def apply(archive: Path, row: Row) -> dict[str, Any]:
+    """Make the edits of a row, seal what lies above them, and return the record that came out."""
+    edits: dict[str, list[Edit]] = {name: [] for name in ("record", *DOCUMENTS)}
+    for path, value in row.edits:
+        document, colon, rest = path.partition(":")
+        edits[document if colon and document in DOCUMENTS else "record"].append((rest if colon else path, value))
+    manifest, index = read_manifest(archive), read_index(archive)
+    old = read_record(archive)
+    new = copy.deepcopy(old)
+    for path, value in edits["content"]:
+        _replace_content(archive, new, path, value)
+    _edit(new, edits["record"], old)
+    _seal(new, {path for path, _ in edits["record"]})
+    data = frame(new, _version(new))
+    data = _edit_header(data, edits["header"])
+    _unlink(archive, manifest["config"]["digest"])
+    manifest["config"] |= {"digest": f"sha256:{_store(archive, data)}", "size": len(data)}
+    manifest["layers"] = _layers(new) or manifest["layers"]
+    _edit(manifest, edits["manifest"], old)
+    _unlink(archive, index["manifests"][0]["digest"])
+    data = _json(manifest)
+    index["manifests"][0] |= {"digest": f"sha256:{_store(archive, data)}", "size": len(data)}
+    _edit(index, edits["index"], old)
+    (archive / "index.json").write_bytes(_json(index))
+    if edits["oci-layout"]:
+        layout = json.loads((archive / "oci-layout").read_bytes())
+        _edit(layout, edits["oci-layout"], old)
+        (archive / "oci-layout").write_bytes(_json(layout))
+    return new
+
+
+def names_of_files(archive: Path, old: dict[str, Any]) -> dict[str, str]:
+    """The words that a message may use for files."""
+    words = {"constants": old["constants"]}
+    for graph in old["graphs"]:
+        batch = graph["bucket"]["batch_size"]
+        words |= {f"object_{batch}": graph["object"], f"golden_{batch}": graph["golden"]}
+    entries = read_index(archive)["manifests"]
+    if entries:
+        words["manifest"] = entries[0]["digest"].removeprefix("sha256:")
+        if blob_path(archive, words["manifest"]).exists():
+            words["record"] = read_manifest(archive)["config"]["digest"].removeprefix("sha256:")
+    return {name: f"blobs/sha256/{digest}" for name, digest in words.items()}
+
+
+def _edit(document: Any, edits: Iterable[Edit], old: Any) -> None:
+    for path, value in edits:
+        *parents, last = _keys(path, old)
+        target = document
+        for key in parents:
+            target = target[key]
+        if isinstance(value, FromRecord):
+            target[last] = _at(old, value.path)
+        else:
+            target[last] = value(copy.deepcopy(target[last])) if callable(value) else copy.deepcopy(value)
+
+
+def _at(record: Any, path: str) -> Any:
+    for key in _keys(path, record):
+        record = record[key]
+    return record
+
+
+def _keys(path: str, record: Any) -> list[str | int]:
+    keys: list[str | int] = []
+    for key in path.split("."):
+        if key in BLOBS:
+            digest = _at(record, BLOBS[key])
+            keys.append([blob["digest"] for blob in record["blobs"]].index(digest))
+        else:
+            keys.append(int(key) if key.isdigit() else key)
+    return keys
+
+
+def _seal(record: dict[str, Any], kept: set[str]) -> None:
+    """The digests of the record's own parts, but those in `kept`."""
+    layout, weights, model = record["layout"], record["weights"], record["model"]
+    if "layout.fingerprint" not in kept:
+        names = ("capture_version", "bytes", "granularity", "regions")
+        layout["fingerprint"] = identity(3, {name: layout[name] for name in names})
+    if "weights.root" not in kept:
+        rows = [[row["name"], row["dtype"], row["shape"], row["digest"]] for row in weights["tensors"]]
+        weights["root"] = identity(2, sorted(rows))
+    if "model.config_digest" not in kept:
+        model["config_digest"] = identity(5, model["config"])
+
+
+def _replace_content(archive: Path, record: dict[str, Any], path: str, change: Any) -> None:
+    digest = _at(record, path)
+    blob = next(blob for blob in record["blobs"] if blob["digest"] == digest)
+    content = change(zstandard.ZstdDecompressor().decompress(blob_path(archive, digest).read_bytes()))
+    data = zstandard.ZstdCompressor(level=1, write_checksum=True, write_content_size=True).compress(content)
+    _unlink(archive, digest)
+    blob |= {"digest": _store(archive, data), "size": len(data), "content_size": len(content)}
+    record["blobs"].sort(key=lambda blob: blob["digest"])
+    _edit(record, [(path, blob["digest"])], record)
+
+
+def _version(record: dict[str, Any]) -> tuple[int, int]:
+    return record["format"]["major"], record["format"]["minor"]
+
+
+def _edit_header(data: bytes, edits: Iterable[Edit]) -> bytes:
+    fields = dict(zip(("magic", "major", "minor", "length"), HEADER.unpack_from(data), strict=True))
+    _edit(fields, edits, None)
+    return HEADER.pack(*fields.values()) + data[HEADER.size :]
+
+
+def _layers(record: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {"mediaType": blob["media_type"], "digest": f"sha256:{blob['digest']}", "size": blob["size"]}
+        for blob in record["blobs"]
+    ]
+
+
+def _json(document: Any) -> bytes:
+    return json.dumps(document, ensure_ascii=False, separators=(",", ":"), sort_keys=True).encode()
+
+
+def _store(archive: Path, data: bytes) -> str:
+    digest = sha256(data)
+    path = blob_path(archive, digest)
+    if not path.exists():
+        path.write_bytes(data)
+    return digest
+
+
+def _unlink(archive: Path, digest: str) -> None:
+    blob_path(archive, digest).unlink(missing_ok=True)
