@@ -27,6 +27,10 @@ from graphpack.identity.cpu_isa import CpuIsa
 
 GENERATED_NAME = "step"
 
+_LAST_ERROR = "static thread_local std::string g_aoti_last_error;"
+"""A destructor waiting for the end of a thread keeps the object in memory until then. Calls of one object come one
+at a time, so that a variable for all threads will do."""
+
 
 def generate(step: TracedStep, isa: CpuIsa, directory: Path) -> Path:
     """Write the C++ of a step into the empty `directory`.
@@ -38,7 +42,6 @@ def generate(step: TracedStep, isa: CpuIsa, directory: Path) -> Path:
         "aot_inductor.package": True,
         "aot_inductor.package_cpp_only": True,
         "aot_inductor.package_constants_in_so": False,
-        "aot_inductor.output_path": f"{directory}/",
         "aot_inductor.model_name_for_generated_files": GENERATED_NAME,
         "aot_inductor.precompile_headers": False,
         "aot_inductor.enable_line_tables": False,
@@ -60,7 +63,8 @@ def generate(step: TracedStep, isa: CpuIsa, directory: Path) -> Path:
             "torch cannot compile the step", [Problem("the model", "", lines[0] if lines else type(error).__name__)]
         ) from error
     source = directory / f"{GENERATED_NAME}.wrapper.cpp"
-    calls = re.findall(r"\n[^\n]*aoti_torch_proxy_executor_call_function\([^\n]*", source.read_text())
+    text = source.read_text()
+    calls = re.findall(r"\n[^\n]*aoti_torch_proxy_executor_call_function\([^\n]*", text)
     if calls:
         raise CaptureRefusedError(
             "the step needs operations that run only inside Python",
@@ -69,6 +73,7 @@ def generate(step: TracedStep, isa: CpuIsa, directory: Path) -> Path:
                 for name in _proxied(directory) or [PROXY_EXECUTOR]
             ],
         )
+    source.write_text(text.replace(_LAST_ERROR, _LAST_ERROR.replace("thread_local ", "")))
     return source
 
 
