@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from graphpack.archive.record import Environment, Model, Record, Settings, Weights
@@ -11,6 +11,10 @@ from graphpack.identity.weights import check_weights
 from graphpack.models.locate import differences
 from graphpack.regions import CAPTURE_VERSION
 from graphpack.schema import to_plain
+
+_NOT_COMPARED = frozenset({"symbol_versions", "revision", "config_digest", "requested_dtype"})
+"""What the compiler did, where the weights came from, a digest of what is compared itself, and the words in which
+the effective dtype was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +42,8 @@ def stale(record: Record, wanted: Wanted) -> list[Problem]:
     for name in ("model", "settings", "environment"):
         archived, here = _fields(getattr(record, name)), _fields(getattr(wanted, name))
         problems += differences(name, archived, here)
-    problems += check_weights(record.weights, wanted.weights)
+    # Their hints are those of `load`.
+    problems += [replace(problem, hint="") for problem in check_weights(record.weights, wanted.weights)]
     if record.layout.capture_version != CAPTURE_VERSION:
         archived_version = str(record.layout.capture_version)
         problems.append(Problem("layout.capture_version", archived_version, str(CAPTURE_VERSION)))
@@ -47,5 +52,4 @@ def stale(record: Record, wanted: Wanted) -> list[Problem]:
 
 def _fields(section: Any) -> dict[str, Any]:
     plain: dict[str, Any] = to_plain(section)
-    # Two names for one thing: the digest follows from the configuration, and a revision only says where it came from.
-    return {key: value for key, value in plain.items() if key not in ("symbol_versions", "revision", "config_digest")}
+    return {key: value for key, value in plain.items() if key not in _NOT_COMPARED}

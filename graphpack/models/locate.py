@@ -89,5 +89,18 @@ def differences(where: str, archived: Mapping[str, Any], here: Mapping[str, Any]
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             problems += differences(path, old, new)
         elif (type(old), old) != (type(new), new):
-            problems.append(Problem(path, shown(old), shown(new)))
+            problems.append(Problem(path, *_sides(old, new)))
     return problems
+
+
+def _sides(old: Any, new: Any) -> tuple[str, str]:
+    """Both values, or only what tells two long lists apart."""
+    sides = shown(old), shown(new)
+    if sides[0] != sides[1] or not (isinstance(old, list) and isinstance(new, list)):
+        return sides
+    return _more(old, new), _more(new, old)
+
+
+def _more(these: list[Any], others: list[Any]) -> str:
+    only = [item for item in these if item not in others]
+    return f"also {shown(only)}" if only else "nothing else"

@@ -54,8 +54,7 @@ def apply(archive: Path, row: Row) -> dict[str, Any]:
     new = copy.deepcopy(old)
     for path, value in edits["content"]:
         _replace_content(archive, new, path, value)
-    _edit(new, edits["record"], old)
-    _seal(new, {path for path, _ in edits["record"]})
+    edit_record(new, edits["record"], old)
     data = frame(new, _version(new))
     data = _edit_header(data, edits["header"])
     _unlink(archive, manifest["config"]["digest"])
@@ -72,6 +71,13 @@ def apply(archive: Path, row: Row) -> dict[str, Any]:
         _edit(layout, edits["oci-layout"], old)
         (archive / "oci-layout").write_bytes(_json(layout))
     return new
+
+
+def edit_record(record: dict[str, Any], edits: Iterable[Edit], old: dict[str, Any] | None = None) -> None:
+    """Make edits in a record and seal its own digests, but those that an edit sets. `old` is what others refer to."""
+    edits = list(edits)
+    _edit(record, edits, copy.deepcopy(record) if old is None else old)
+    _seal(record, {path for path, _ in edits})
 
 
 def names_of_files(archive: Path, old: dict[str, Any]) -> dict[str, str]:

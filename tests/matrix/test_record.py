@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import is_dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
 
 import pytest
 
 from graphpack.archive.record import Record
 from graphpack.errors import GraphpackError
 from graphpack.results import LoadedEntry
-from graphpack.schema import field_types
 from tests.archive.build import read_index
 from tests.matrix import rows_files, rows_graphs, rows_identity, rows_machine
+from tests.matrix.fields import fields_of
 from tests.matrix.reading import Answer, answers, assert_says, read, words
 from tests.matrix.row import Row
 from tests.matrix.sealing import apply
@@ -68,17 +66,3 @@ def test_every_row_has_an_answer() -> None:
     titles = [row.title for row in ROWS]
     assert sorted(titles) == sorted(set(titles))
     assert list(answers("record")) == titles
-
-
-def fields_of(hint: Any, path: str = "") -> Iterator[str]:
-    """Dotted paths of the values in a dataclass. A list of dataclasses is a value itself, since it has a length."""
-    while get_origin(hint) is Annotated:
-        hint = get_args(hint)[0]
-    if isinstance(hint, type) and is_dataclass(hint):
-        for name, inner in field_types(hint).items():
-            yield from fields_of(inner, f"{path}.{name}" if path else name)
-        return
-    items = [item for item in get_args(hint) if is_dataclass(item)] if get_origin(hint) is tuple else []
-    yield path
-    for item in items:
-        yield from fields_of(item, f"{path}[]")
