@@ -6,11 +6,11 @@ import getpass
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from graphpack import __version__
 from graphpack.archive import oci
@@ -19,7 +19,6 @@ from graphpack.archive.record import (
     FORMAT_MINOR,
     Blob,
     EntryIdentity,
-    Environment,
     Features,
     FormatVersion,
     Graph,
@@ -30,32 +29,25 @@ from graphpack.archive.record import (
     Weights,
 )
 from graphpack.archive.store import Archive, Entry, EntryRef
-from graphpack.backends import backend
+from graphpack.backends import Captured, CapturedEntry, capturing
 from graphpack.config import find_config
 from graphpack.errors import (
     CorruptArchiveError,
-    EnvironmentMismatchError,
     NotFoundError,
     Problem,
     UsageError,
 )
 from graphpack.freshness import Wanted, stale
-from graphpack.graph import Bucket, TensorSpec
-from graphpack.identity.cpu_isa import CPU_ISA, CpuIsa, best_isa
+from graphpack.graph import Bucket
 from graphpack.identity.digests import config_digest, settings_digest
-from graphpack.identity.environment import Host, read_host
-from graphpack.identity.layout import make_layout
 from graphpack.identity.weights import hash_weights
 from graphpack.models.locate import SOURCE_PATH
-from graphpack.models.registry import ResolvedModel, resolve
+from graphpack.models.registry import resolve
 from graphpack.models.weights import WeightSource
 from graphpack.proof import prove
-from graphpack.regions import CAPTURE_VERSION, expected_regions, pack_constants
+from graphpack.regions import pack_constants
 from graphpack.results import GraphRow, Observer, SaveRequest, SaveResult, SilentObserver
 from graphpack.schema import to_plain
-
-if TYPE_CHECKING:
-    from graphpack.backends.cpu.capture import CapturedGraph
 
 
 def save(request: SaveRequest, observer: Observer | None = None) -> SaveResult:
@@ -93,14 +85,13 @@ class _Save:
 
     def run(self) -> SaveResult:
         request = self._request
-        device = request.device.split(":")[0]
-        backend(device)
+        with self._stage("resolve"):
+            self._backend = capturing(request)
         config = find_config(request.config)
         paths = {name: model.path for name, model in config.models.items() if model.path is not None}
         with self._stage("resolve"):
             self._model = resolve(request.model, paths)
-            self._host = read_host()
-            self._isa = _choose_isa(request.cpu_isa, self._host)
+            self._host = self._backend.host()
             self._check_sizes()
         self._notes += [self._model.note] if self._model.note else []
         self._name = request.name or self._model.name
@@ -127,16 +118,19 @@ class _Save:
             if differences and not self._request.replace:
                 raise UsageError(
                     f"the archive already holds another entry named '{self._name}'",
-                    [replace(problem, hint=problem.hint or "pass --replace, or another --name") for problem in differences],
+                    [
+                        replace(problem, hint=problem.hint or "pass --replace, or another --name")
+                        for problem in differences
+                    ],
                 )
         with self._stage("capture"):
-            captured, graphs, goldens = self._capture(source, wanted)
-        written = self._write(archive, wanted, captured, graphs, goldens)
+            captured = self._capture(source, wanted)
+        written = self._write(archive, wanted, captured)
         with self._stage("prove"):
             self._notes += prove(archive.path, written.ref, self._model, source)
         with self._stage("commit"):
             archive.commit(written.ref, self._name)
-        seconds = {graph.bucket: graph.seconds for graph in captured}
+        seconds = {found.graph.bucket: found.seconds for found in captured.graphs}
         return self._result(written.record, "replaced" if existing else "saved", written.bytes, seconds)
 
     @contextmanager
@@ -167,10 +161,8 @@ class _Save:
 
         request, model = self._request, self._model
         effective = model.stored_dtype if request.dtype == "auto" else request.dtype
-        if self._host.torch is None:
-            raise EnvironmentMismatchError("save needs torch", [Problem("torch", "", "not installed")])
         return Wanted(
-            backend="cpu",
+            backend=request.device.partition(":")[0],
             mode="full",
             model=Model(
                 source=model.source,
@@ -185,19 +177,14 @@ class _Save:
                 code=model.code_digest(),
             ),
             weights=weights,
-            environment=Environment(
-                device_type="cpu",
-                machine=self._host.machine,
-                cpu_features=tuple(sorted(self._isa.features)),
-                symbol_versions=(),
-                torch=self._host.torch,
-            ),
+            environment=self._backend.environment(self._host),
             settings=Settings(
                 batch_sizes=request.batch_sizes,
                 seq_lens=request.seq_lens,
                 slots=max(request.batch_sizes) + 1,
                 attention="custom" if model.source == "factory" else "sdpa",
-                cpu_isa=self._isa.name,
+                cpu_isa=self._backend.cpu_isa,
+                compile=request.compile,
                 float32_matmul_precision=torch.get_float32_matmul_precision(),
                 deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
             ),
@@ -222,71 +209,47 @@ class _Save:
             return False
         return True
 
-    def _capture(
-        self, source: WeightSource, wanted: Wanted
-    ) -> tuple[Sequence[CapturedGraph], Sequence[Graph], Sequence[bytes]]:
-        from graphpack.backends.cpu.agree import agree
-        from graphpack.backends.cpu.capture import capture
-
-        step = self._model.build(source, wanted.model.effective_dtype)
-        buckets = [Bucket(batch, seq) for seq in self._request.seq_lens for batch in self._request.batch_sizes]
-        names = frozenset({*source.tensors, *source.aliases})
-        done: Callable[[CapturedGraph], None] = lambda graph: self._observer.bucket(  # noqa: E731
-            graph.bucket.batch_size, graph.bucket.seq_len, f"{graph.nodes} nodes, {graph.seconds:.1f} s"
+    def _capture(self, source: WeightSource, wanted: Wanted) -> CapturedEntry:
+        done: Captured = lambda bucket, nodes, seconds: self._observer.bucket(  # noqa: E731
+            bucket.batch_size, bucket.seq_len, f"{nodes} nodes, {seconds:.1f} s"
         )
-        captured = capture(step, buckets, wanted.settings, names, self._isa, done)
-        graphs, goldens = agree(step, captured, source, wanted.model.effective_dtype)
-        return captured, graphs, goldens
+        dtype = wanted.model.effective_dtype
+        captured = self._backend.capture(
+            self._model, source, wanted.weights, wanted.settings, wanted.environment, dtype, done
+        )
+        self._notes += captured.notes
+        return captured
 
-    def _write(
-        self,
-        archive: Archive,
-        wanted: Wanted,
-        captured: Sequence[CapturedGraph],
-        graphs: Sequence[Graph],
-        goldens: Sequence[bytes],
-    ) -> _Written:
-        from graphpack.backends.cpu.agree import same_constants
-        from graphpack.backends.cpu.compile import symbol_versions
-
-        constants = same_constants(captured)
+    def _write(self, archive: Archive, wanted: Wanted, captured: CapturedEntry) -> _Written:
         with self._stage("write"):
-            packed = pack_constants({name: data for name, (_, data) in constants.items()})
-            shared = archive.put_blob(packed, oci.CONSTANTS_TYPE) if packed else None
-            blobs = {shared.digest: shared} if shared else {}
-            finished = []
-            for graph, found, golden in zip(graphs, captured, goldens, strict=True):
-                code = archive.put_blob(found.code, oci.OBJECT_TYPE)
-                proof = archive.put_blob(golden, oci.GOLDEN_TYPE)
-                blobs |= {code.digest: code, proof.digest: proof}
-                finished.append(replace(graph, object=code.digest, golden=proof.digest))
-            versions = {version for found in captured for version in symbol_versions(found.code)}
-            record = self._record(
-                wanted,
-                finished,
-                {name: spec for name, (spec, _) in constants.items()},
-                shared,
-                tuple(blobs[digest] for digest in sorted(blobs)),
-                tuple(sorted(versions)),
-                captured,
+            packed = pack_constants(captured.constants)
+            constants = archive.put_blob(packed, oci.CONSTANTS_TYPE) if packed else None
+            images = {digest: archive.put_blob(data, oci.IMAGE_TYPE) for digest, data in captured.images.items()}
+            kind = oci.CUDA_GRAPH_TYPE if wanted.backend == "cuda" else oci.OBJECT_TYPE
+            objects = [archive.put_blob(found.object, kind) for found in captured.graphs]
+            goldens = [archive.put_blob(found.golden, oci.GOLDEN_TYPE) for found in captured.graphs]
+            graphs = tuple(
+                replace(
+                    found.graph,
+                    object=written.digest,
+                    images=tuple(images[digest].digest for digest in found.images),
+                    golden=proof.digest,
+                )
+                for found, written, proof in zip(captured.graphs, objects, goldens, strict=True)
             )
+            every = [*objects, *goldens, *images.values(), *([constants] if constants else [])]
+            blobs = {blob.digest: blob for blob in every}
+            record = self._record(wanted, captured, graphs, constants, tuple(blobs[digest] for digest in sorted(blobs)))
             return _Written(archive.put_entry(record), record, sum(blob.size for blob in blobs.values()))
 
     def _record(
         self,
         wanted: Wanted,
-        graphs: Sequence[Graph],
-        constants: Mapping[str, TensorSpec],
-        constants_blob: Blob | None,
+        captured: CapturedEntry,
+        graphs: tuple[Graph, ...],
+        constants: Blob | None,
         blobs: tuple[Blob, ...],
-        symbol_versions: tuple[str, ...],
-        captured: Sequence[CapturedGraph],
     ) -> Record:
-        stored = {
-            tensor.name: TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape)
-            for tensor in wanted.weights.tensors
-        }
-        regions = expected_regions(graphs, stored, constants, wanted.model.effective_dtype)
         return Record(
             format=FormatVersion(major=FORMAT_MAJOR, minor=FORMAT_MINOR),
             features=Features(),
@@ -294,11 +257,11 @@ class _Save:
             entry=EntryIdentity(name=self._name, backend=wanted.backend, mode=wanted.mode),
             model=wanted.model,
             weights=wanted.weights,
-            layout=make_layout(regions, capture_version=CAPTURE_VERSION),
-            environment=replace(wanted.environment, symbol_versions=symbol_versions),
+            layout=captured.layout,
+            environment=captured.environment,
             settings=wanted.settings,
-            graphs=tuple(graphs),
-            constants=constants_blob.digest if constants_blob else None,
+            graphs=graphs,
+            constants=constants.digest if constants else None,
             blobs=blobs,
             extensions={},
             informational={
@@ -307,11 +270,17 @@ class _Save:
                 "host": socket.gethostname(),
                 "user": _user(),
                 SOURCE_PATH: str(self._model.path.resolve()) if self._model.path else "",
-                "seconds": {str(found.bucket): round(found.seconds, 3) for found in captured},
+                "seconds": {str(found.graph.bucket): round(found.seconds, 3) for found in captured.graphs},
             },
         )
 
-    def _result(self, record: Record, action: Literal["saved", "replaced", "up to date"], written: int, seconds: Mapping[Bucket, float]) -> SaveResult:
+    def _result(
+        self,
+        record: Record,
+        action: Literal["saved", "replaced", "up to date"],
+        written: int,
+        seconds: Mapping[Bucket, float],
+    ) -> SaveResult:
         sizes = {blob.digest: blob.content_size for blob in record.blobs}
         return SaveResult(
             name=self._name,
@@ -335,27 +304,6 @@ class _Save:
             stages=dict(self._stages),
             notes=tuple(self._notes),
         )
-
-
-def _choose_isa(asked: str | None, host: Host) -> CpuIsa:
-    """The instruction set to compile for: the one asked for, else the widest this machine has.
-
-    Raises EnvironmentMismatchError if this machine cannot run it, since what is saved is also verified here.
-    """
-    name = asked or best_isa(host)
-    isa = CPU_ISA.get(name) if name else None
-    if host.machine != "x86_64" or isa is None:
-        here = f"{host.machine} without {' or '.join(CPU_ISA)}"
-        raise EnvironmentMismatchError(
-            "the cpu backend captures on x86_64 with AVX2 or more", [Problem("environment.machine", "x86_64", here)]
-        )
-    missing = sorted(isa.features - host.cpu_features)
-    if missing:
-        raise EnvironmentMismatchError(
-            f"this machine cannot verify what is compiled for {isa.name}",
-            [Problem("--cpu-isa", isa.name, f"lacks {', '.join(missing)}", "save on a machine that has them")],
-        )
-    return isa
 
 
 def _user() -> str:

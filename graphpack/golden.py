@@ -70,7 +70,9 @@ class Driver:
         self._generator = np.random.Generator(np.random.PCG64(int(_seed(str(bucket)))))
         if self._decode:
             vocabulary = (inputs[0].maximum or 0) + 1
-            self._tokens = np.array([_seed(f"{bucket}:{row}") % vocabulary for row in range(bucket.batch_size)], np.int64)
+            self._tokens = np.array(
+                [_seed(f"{bucket}:{row}") % vocabulary for row in range(bucket.batch_size)], np.int64
+            )
 
     def joined(self, step: int) -> np.ndarray:
         """Which rows are real at this step: bool `[batch]`."""
@@ -113,14 +115,16 @@ class Recorder:
         count = max(1, min(batch, (SIZE_TARGET // steps - 12 * batch) // a_row))
         self._rows = np.stack([(np.arange(count) + step * count) % batch for step in range(steps)]).astype(np.int32)
         self._top = top
-        self._samples = np.sort(np.random.Generator(np.random.PCG64(width)).permutation(width)[:samples]).astype(np.int32)
+        self._samples = np.sort(np.random.Generator(np.random.PCG64(width)).permutation(width)[:samples]).astype(
+            np.int32
+        )
         self._inputs: dict[str, list[np.ndarray]] = {}
         self._parts: list[tuple[np.ndarray, ...]] = []
 
     @property
     def rows(self) -> np.ndarray:
         """The rows of the next step that are looked at closely."""
-        return self._rows[len(self._parts)]
+        return np.asarray(self._rows[len(self._parts)])
 
     def add(self, inputs: Mapping[str, np.ndarray], argmax: np.ndarray, some: np.ndarray, dtype: str) -> None:
         """One step: the choice of every row, and the output's `rows`, of `dtype` in the type that carries it."""
@@ -258,7 +262,9 @@ def decode(data: bytes, bucket: Bucket, inputs: tuple[TensorSpec, ...], output: 
             for spec in inputs
         }
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise CorruptArchiveError("a golden is not what its graph describes", [Problem(where, "", str(error))]) from error
+        raise CorruptArchiveError(
+            "a golden is not what its graph describes", [Problem(where, "", str(error))]
+        ) from error
     limits = {"rows": bucket.batch_size, "argmax": width, "top_indices": width, "sample_indices": width}
     problems = [
         Problem(where, f"{name} has an index out of range", f"0 to {limit - 1}")

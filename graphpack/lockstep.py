@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from graphpack.backends import Executable
-from graphpack.convert import widened
 from graphpack.errors import CaptureRefusedError, Problem
-from graphpack.golden import STEPS, Driver, Golden, Recorder, largest_difference, recorded_tolerance, tolerance_cap
+from graphpack.golden import STEPS, Driver, Golden, Recorder, recorded_tolerance, tolerance_cap
 from graphpack.graph import Bucket, TensorSpec
 
 
@@ -38,62 +36,64 @@ def evaluating(module: torch.nn.Module) -> Iterator[None]:
             part.training = was
 
 
-@dataclass(slots=True)
-class _Disagreements:
-    """Steps where eager's choice was clear by `margin` and the graph chose otherwise."""
+Step = Callable[[Mapping[str, np.ndarray]], torch.Tensor]
+"""Inputs by name -> the first output, `[batch, n]` and floating, on whatever device it is."""
 
-    found: list[tuple[int, int, float]]
 
-    def add(self, step: int, eager: np.ndarray, graph: np.ndarray, rows: np.ndarray) -> None:
-        if eager.shape[1] < 2:
-            return
-        best = np.partition(eager, -2, axis=1)[:, -2:]
-        margin = best[:, 1] - best[:, 0]
-        for row in np.flatnonzero(rows & (eager.argmax(axis=1) != graph.argmax(axis=1))):
-            self.found.append((step, int(row), float(margin[row])))
+def eager(
+    module: torch.nn.Module, inputs: tuple[TensorSpec, ...], state: tuple[TensorSpec, ...], device: str = "cpu"
+) -> Step:
+    """The module itself, in evaluation mode, over state of its own that starts at zero."""
+    kept = [torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device) for spec in state]
+
+    def step(given: Mapping[str, np.ndarray]) -> torch.Tensor:
+        tensors = [torch.from_numpy(given[spec.name]).view(getattr(torch, spec.dtype)).to(device) for spec in inputs]
+        with torch.no_grad(), evaluating(module):
+            result = module(*tensors, *kept)
+        return result if isinstance(result, torch.Tensor) else result[0]
+
+    return step
 
 
 def run(
-    module: torch.nn.Module,
-    executable: Executable,
-    bucket: Bucket,
-    inputs: tuple[TensorSpec, ...],
-    state: tuple[TensorSpec, ...],
-    output: TensorSpec,
-    dtype: str,
+    model: Step, graph: Step, bucket: Bucket, inputs: tuple[TensorSpec, ...], output: TensorSpec, dtype: str
 ) -> Agreement:
-    """Drive both for the golden's steps from zeroed state, the module in evaluation mode.
+    """Drive both for the golden's steps, from zeroed state; the eager `model` chooses the tokens.
 
-    `output` is `[batch, n]`, floating. The caller has zeroed the graph's state.
     Raises CaptureRefusedError if the graph's values leave the largest tolerance for `dtype`, or its argmax differs
     from eager's where eager's two best are further apart than twice the tolerance.
     """
-    eager_state = [torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in state]
     driver = Driver(bucket, inputs)
     recorder = Recorder(bucket, output.shape[-1])
     deviation, span = 0.0, 0.0
-    disagreements = _Disagreements([])
+    disagreements: list[tuple[int, int, float]] = []
     for step in range(STEPS):
         given = driver.inputs(step)
-        eager = widened(_eager(module, given, inputs, eager_state), output.dtype)
-        raw = executable.run(given)[output.name]
-        graph = widened(raw, output.dtype)
-        rows = driver.joined(step)
-        deviation = float(np.maximum(deviation, largest_difference(graph[rows], eager[rows])))
-        span = max(span, _span(eager[rows]))
-        disagreements.add(step, eager, graph, rows)
-        recorder.add(given, raw, output.dtype)
-        driver.advance(step, eager.argmax(axis=1))
+        expected, found = model(given), graph(given)
+        joined = torch.from_numpy(driver.joined(step)).to(found.device)
+        wide, here = expected[joined].float(), found[joined].float()
+        deviation = float(np.maximum(deviation, _largest_difference(here, wide)))
+        span = max(span, _span(wide))
+        disagreements += [(step, *one) for one in _disagreements(expected, found, joined)]
+        rows = torch.from_numpy(recorder.rows).to(found.device)
+        recorder.add(given, found.argmax(dim=1).cpu().numpy(), carried(found[rows]), output.dtype)
+        driver.advance(step, expected.argmax(dim=1).cpu().numpy())
         if math.isnan(deviation):
             break
     cap = tolerance_cap(dtype, span)
     tolerance = recorded_tolerance(deviation, cap)
     problems = []
     if not deviation <= cap:
-        problems.append(Problem(f"bucket {bucket}: {output.name}", f"within {cap:.3g} of eager", f"differs by {deviation:.3g}"))
+        problems.append(
+            Problem(f"bucket {bucket}: {output.name}", f"within {cap:.3g} of eager", f"differs by {deviation:.3g}")
+        )
     problems += [
-        Problem(f"bucket {bucket}, step {step}, row {row}", "eager's choice", f"the graph chooses otherwise, margin {margin:.3g}")
-        for step, row, margin in disagreements.found
+        Problem(
+            f"bucket {bucket}, step {step}, row {row}",
+            "eager's choice",
+            f"the graph chooses otherwise, margin {margin:.3g}",
+        )
+        for step, row, margin in disagreements
         if margin > 2 * tolerance
     ]
     if problems:
@@ -101,22 +101,35 @@ def run(
     return Agreement(recorder.finish(), deviation, tolerance)
 
 
-def _span(values: np.ndarray) -> float:
-    """From the smallest to the largest finite value."""
-    finite = values[np.isfinite(values)]
-    return float(np.ptp(finite)) if finite.size else 0.0
-
-
-def _eager(
-    module: torch.nn.Module,
-    given: Mapping[str, np.ndarray],
-    inputs: tuple[TensorSpec, ...],
-    state: list[torch.Tensor],
-) -> np.ndarray:
-    """The first output of the module itself, bfloat16 as uint16."""
-    tensors = [torch.from_numpy(given[spec.name]).view(getattr(torch, spec.dtype)) for spec in inputs]
-    with torch.no_grad(), evaluating(module):
-        result = module(*tensors, *state)
-    first = result if isinstance(result, torch.Tensor) else result[0]
-    dense = first.contiguous()
+def carried(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor's elements on the host, in the numpy type that carries them: bfloat16 as uint16."""
+    dense = tensor.detach().cpu().contiguous()
     return (dense.view(torch.uint16) if dense.dtype == torch.bfloat16 else dense).numpy()
+
+
+def _disagreements(expected: torch.Tensor, found: torch.Tensor, rows: torch.Tensor) -> list[tuple[int, float]]:
+    """Rows where the two choose differently, and by how much the expected choice was clear."""
+    if expected.shape[1] < 2:
+        return []
+    best = expected.float().topk(2, dim=1).values
+    margin = best[:, 0] - best[:, 1]
+    different = rows & (expected.argmax(dim=1) != found.argmax(dim=1))
+    return [(int(row), float(margin[row])) for row in different.nonzero().flatten()]
+
+
+def _largest_difference(here: torch.Tensor, there: torch.Tensor) -> float:
+    """As `golden.largest_difference`: equal infinities do not differ, and a NaN on either side gives NaN."""
+    if not here.numel():
+        return 0.0
+    difference = (here.double() - there.double()).abs()
+    return float(torch.where(here == there, 0.0, difference).max())
+
+
+def _span(values: torch.Tensor) -> float:
+    """From the smallest to the largest finite value."""
+    finite = values.isfinite()
+    if not bool(finite.any()):
+        return 0.0
+    highest = torch.where(finite, values, -math.inf).max()
+    lowest = torch.where(finite, values, math.inf).min()
+    return float(highest) - float(lowest)

@@ -40,6 +40,7 @@ class SaveRequest:
     replace: bool = False
     config: Path | None = None
     cpu_isa: str | None = None
+    compile: bool = False
 
     def __post_init__(self) -> None:
         problems = [

@@ -1,13 +1,14 @@
 """Backends: how a decode step becomes an archived graph, and how that graph runs again.
 
-A backend is two functions, found by the name the record carries. `capture` turns a step into a graph and its
-blobs; `rebuild` turns them back into something executable over memory that already holds weights and state.
+A backend has two halves, found by the name the record carries. The capturing one turns a step into graphs and their
+blobs; the restoring one turns them back into something executable over memory that already holds weights and state.
 Modules are imported when asked for, so that `inspect` pays for none of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,11 +17,14 @@ from graphpack.errors import EnvironmentMismatchError, Problem
 if TYPE_CHECKING:
     import numpy as np
 
-    from graphpack.archive.record import Graph, Layout, Record
-    from graphpack.graph import Region
-    from graphpack.models.checkpoint import WeightSource
+    from graphpack.archive.record import Environment, Graph, Layout, Record, Settings, Weights
+    from graphpack.graph import Bucket, Region
+    from graphpack.identity.environment import Host
+    from graphpack.models.registry import ResolvedModel
+    from graphpack.models.weights import WeightSource
+    from graphpack.results import SaveRequest
 
-BACKENDS = ("cpu",)
+BACKENDS = ("cpu", "cuda")
 
 
 class Memory(Protocol):
@@ -63,12 +67,83 @@ class Backend(Protocol):
     def rebuild(self, graph: Graph, blob: bytes, memory: Memory) -> Executable: ...
 
 
+UNWRITTEN = "0" * 64
+"""Stands for the digest of a blob that is not in an archive yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedGraph:
+    """One bucket's graph as the record will describe it, its blobs still unwritten. `images` are digests of content,
+    keys of the entry's `images`."""
+
+    graph: Graph
+    object: bytes
+    images: tuple[str, ...]
+    golden: bytes
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedEntry:
+    """All graphs of an entry, smallest bucket first, and what they share; `constants` stand in the layout's order."""
+
+    graphs: tuple[CapturedGraph, ...]
+    layout: Layout
+    constants: Mapping[str, bytes]
+    images: Mapping[str, bytes]
+    environment: Environment
+    notes: tuple[str, ...] = ()
+
+
+Captured = Callable[["Bucket", int, float], None]
+"""Told of each bucket that was captured: its nodes and the seconds it took."""
+
+
+class Capturing(Protocol):
+    """The capturing half, made for one save. Its modules import torch when they are used."""
+
+    cpu_isa: str | None
+
+    def host(self) -> Host:
+        """This machine as entries of this backend see it."""
+
+    def environment(self, host: Host) -> Environment:
+        """What an entry captured now will need, as far as that is known before."""
+
+    def capture(
+        self,
+        model: ResolvedModel,
+        source: WeightSource,
+        weights: Weights,
+        settings: Settings,
+        environment: Environment,
+        dtype: str,
+        done: Captured,
+    ) -> CapturedEntry:
+        """Capture every bucket of `settings` and compare each graph with the model run eagerly."""
+
+
+def capturing(request: SaveRequest) -> Capturing:
+    """The capturing half of the backend that a request asks for.
+
+    Raises UsageError for options it does not have, EnvironmentMismatchError where it cannot work.
+    """
+    name = request.device.partition(":")[0]
+    _check_name(name)
+    made: Capturing = import_module(f"graphpack.backends.{name}.capturing").make(request)
+    return made
+
+
 def backend(name: str) -> Backend:
     """The restoring half of a backend. Never imports torch."""
+    _check_name(name)
+    module: Backend = import_module(f"graphpack.backends.{name}").BACKEND
+    return module
+
+
+def _check_name(name: str) -> None:
     if name not in BACKENDS:
         raise EnvironmentMismatchError(
             f"this version of graphpack has no '{name}' backend",
             [Problem("entry.backend", name, ", ".join(BACKENDS), "save again with --device cpu, or upgrade graphpack")],
         )
-    module: Backend = import_module(f"graphpack.backends.{name}").BACKEND
-    return module

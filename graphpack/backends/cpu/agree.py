@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
+
 from graphpack import golden, lockstep
 from graphpack.archive.record import Graph
+from graphpack.backends import UNWRITTEN
 from graphpack.backends.cpu.capture import CapturedGraph, binding_names
 from graphpack.backends.cpu.memory import CpuMemory
 from graphpack.backends.cpu.restore import CpuGraph, loaded_torch
@@ -16,9 +19,6 @@ from graphpack.graph import TensorSpec
 from graphpack.models.step import StepModel
 from graphpack.models.weights import WeightSource
 from graphpack.regions import expected_regions
-
-UNWRITTEN = "0" * 64
-"""Stands for the digest of a blob that is not in an archive yet."""
 
 
 def agree(
@@ -43,13 +43,19 @@ def agree(
         executable = CpuGraph(loaded_torch(), graph, found.code, memory)
         try:
             memory.reset_state()
-            module = step.module_for(graph.bucket)
-            result = lockstep.run(module, executable, graph.bucket, graph.inputs, graph.state, graph.outputs[0], dtype)
+            eager = lockstep.eager(step.module_for(graph.bucket), graph.inputs, graph.state)
+            output = graph.outputs[0]
+            result = lockstep.run(eager, _step(executable, output), graph.bucket, graph.inputs, output, dtype)
         finally:
             executable.close()
         proven.append(replace(graph, tolerance=result.tolerance, deviation=result.deviation))
         goldens.append(golden.encode(result.golden))
     return tuple(proven), tuple(goldens)
+
+
+def _step(executable: CpuGraph, output: TensorSpec) -> lockstep.Step:
+    dtype = getattr(torch, output.dtype)
+    return lambda given: torch.from_numpy(executable.run(given)[output.name]).view(dtype)
 
 
 def same_constants(captured: Sequence[CapturedGraph]) -> Mapping[str, tuple[TensorSpec, bytes]]:
@@ -85,4 +91,3 @@ def _described(found: CapturedGraph, constants: frozenset[str], source: WeightSo
         tolerance=0.0,
         deviation=0.0,
     )
-

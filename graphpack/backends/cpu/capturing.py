@@ -1,0 +1,104 @@
+"""The capturing half of the cpu backend: one compiled object a bucket, weights where the checkpoint has them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from graphpack.archive.record import Environment, Settings, Weights
+from graphpack.backends import Captured, CapturedEntry, CapturedGraph
+from graphpack.errors import EnvironmentMismatchError, Problem, UsageError
+from graphpack.graph import Bucket, TensorSpec
+from graphpack.identity.cpu_isa import CPU_ISA, CpuIsa, best_isa
+from graphpack.identity.environment import Host, read_host
+from graphpack.identity.layout import make_layout
+from graphpack.models.registry import ResolvedModel
+from graphpack.models.weights import WeightSource
+from graphpack.regions import CAPTURE_VERSION, expected_regions
+from graphpack.results import SaveRequest
+
+
+def make(request: SaveRequest) -> CpuCapturing:
+    if request.compile:
+        problem = Problem("--compile", "cuda", request.device, "leave it out: graphs on cpu are always compiled")
+        raise UsageError("--compile is for graphs on cuda", [problem])
+    return CpuCapturing(request.cpu_isa)
+
+
+class CpuCapturing:
+    """See `graphpack.backends.Capturing`."""
+
+    def __init__(self, cpu_isa: str | None) -> None:
+        self._host = read_host()
+        self._isa = _choose_isa(cpu_isa, self._host)
+        self.cpu_isa: str | None = self._isa.name
+
+    def host(self) -> Host:
+        return self._host
+
+    def environment(self, host: Host) -> Environment:
+        if host.torch is None:
+            raise EnvironmentMismatchError("save needs torch", [Problem("torch", "", "not installed")])
+        return Environment(
+            device_type="cpu",
+            machine=host.machine,
+            cpu_features=tuple(sorted(self._isa.features)),
+            symbol_versions=(),
+            torch=host.torch,
+        )
+
+    def capture(
+        self,
+        model: ResolvedModel,
+        source: WeightSource,
+        weights: Weights,
+        settings: Settings,
+        environment: Environment,
+        dtype: str,
+        done: Captured,
+    ) -> CapturedEntry:
+        from graphpack.backends.cpu.agree import agree, same_constants
+        from graphpack.backends.cpu.capture import capture
+        from graphpack.backends.cpu.compile import symbol_versions
+
+        step = model.build(source, dtype)
+        buckets = [Bucket(batch, seq) for seq in settings.seq_lens for batch in settings.batch_sizes]
+        names = frozenset({*source.tensors, *source.aliases})
+        captured = capture(
+            step, buckets, settings, names, self._isa, lambda graph: done(graph.bucket, graph.nodes, graph.seconds)
+        )
+        graphs, goldens = agree(step, captured, source, dtype)
+        constants = same_constants(captured)
+        stored = {t.name: TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape) for t in weights.tensors}
+        regions = expected_regions(graphs, stored, {name: spec for name, (spec, _) in constants.items()}, dtype)
+        versions = {version for found in captured for version in symbol_versions(found.code)}
+        return CapturedEntry(
+            graphs=tuple(
+                CapturedGraph(graph=graph, object=found.code, images=(), golden=golden, seconds=found.seconds)
+                for graph, found, golden in zip(graphs, captured, goldens, strict=True)
+            ),
+            layout=make_layout(regions, capture_version=CAPTURE_VERSION),
+            constants={name: data for name, (_, data) in constants.items()},
+            images={},
+            environment=replace(environment, symbol_versions=tuple(sorted(versions))),
+        )
+
+
+def _choose_isa(asked: str | None, host: Host) -> CpuIsa:
+    """The instruction set to compile for: the one asked for, else the widest this machine has.
+
+    Raises EnvironmentMismatchError if this machine cannot run it, since what is saved is also verified here.
+    """
+    name = asked or best_isa(host)
+    isa = CPU_ISA.get(name) if name else None
+    if host.machine != "x86_64" or isa is None:
+        here = f"{host.machine} without {' or '.join(CPU_ISA)}"
+        raise EnvironmentMismatchError(
+            "the cpu backend captures on x86_64 with AVX2 or more", [Problem("environment.machine", "x86_64", here)]
+        )
+    missing = sorted(isa.features - host.cpu_features)
+    if missing:
+        raise EnvironmentMismatchError(
+            f"this machine cannot verify what is compiled for {isa.name}",
+            [Problem("--cpu-isa", isa.name, f"lacks {', '.join(missing)}", "save on a machine that has them")],
+        )
+    return isa
