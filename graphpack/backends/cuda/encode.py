@@ -1,0 +1,167 @@
+"""Walked graphs -> columns: addresses become words of regions, and what points elsewhere is refused. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from graphpack.backends.cuda.audit import PointerRange, RegionMap, Stray, find_words
+from graphpack.backends.cuda.builder import ColumnsBuilder
+from graphpack.backends.cuda.columns import GraphColumns
+from graphpack.backends.cuda.walk import Function, Launch, Memcpy, Memset, WalkedGraph
+from graphpack.errors import CaptureRefusedError, Problem
+
+_MOST_PROBLEMS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The dynamic shared memory that a kernel needs in any of the entry's graphs, by (image, name).
+
+    A function has one limit, and the graphs of all buckets share it.
+    """
+
+    needs: Mapping[tuple[str, str], int]
+
+    @classmethod
+    def of(cls, graphs: list[WalkedGraph]) -> Limits:
+        needs: dict[tuple[str, str], int] = {}
+        for graph in graphs:
+            for node in graph.nodes:
+                if isinstance(node, Launch):
+                    key = _identity(node.function)
+                    needs[key] = max(needs.get(key, 0), node.function.max_dynamic_shared, node.shared)
+        return cls(needs)
+
+
+def encode_graph(
+    graph: WalkedGraph, limits: Limits, regions: RegionMap, pointer_range: PointerRange, name: str
+) -> GraphColumns:
+    """The columns of a graph, which name only the regions it uses.
+
+    Raises CaptureRefusedError for every address that is in no region: its node, kernel, parameter and byte.
+    """
+    builder = ColumnsBuilder([region.name for region in regions.regions])
+    launches: list[tuple[int, Launch]] = []
+    problems: list[Problem] = []
+    for position, node in enumerate(graph.nodes):
+        where = f"{name}: node {position}"
+        if isinstance(node, Launch):
+            _add_launch(builder, node, limits)
+            launches.append((position, node))
+        elif isinstance(node, Memset):
+            problems += _add_memset(builder, node, regions, where)
+        elif isinstance(node, Memcpy):
+            problems += _add_memcpy(builder, node, regions, where)
+        else:
+            builder.add_empty()
+    for source, target, from_port, to_port, kind in graph.edges:
+        builder.add_edge(source, target, from_port=from_port, to_port=to_port, type=kind)
+    # A node of an address unknown has no place in its table; the graph is refused, so the rest may be off by it.
+    if problems:
+        raise _strays(problems)
+    columns = builder.finish()
+    words, strays = find_words(columns.parameters, columns.parameter_spans, regions, pointer_range)
+    if strays:
+        raise _strays([_located(stray, columns, launches, name) for stray in strays[:_MOST_PROBLEMS]])
+    parameters = columns.parameters.copy()
+    parameters.view("<u8")[(words["at"] // 8).astype(np.int64)] = 0
+    return _pruned(replace(columns, words=words, parameters=parameters))
+
+
+def _identity(function: Function) -> tuple[str, str]:
+    return function.image.digest, function.name
+
+
+def _add_launch(builder: ColumnsBuilder, node: Launch, limits: Limits) -> None:
+    function = node.function
+    builder.add_launch(
+        image=function.image.digest,
+        name=function.name,
+        layout=function.layout,
+        values=node.values,
+        grid=node.grid,
+        block=node.block,
+        shared=node.shared,
+        max_dynamic_shared=limits.needs[_identity(function)],
+        carveout=function.carveout,
+        non_portable_cluster=function.non_portable_cluster,
+        attributes=node.attributes,
+    )
+
+
+def _add_memset(builder: ColumnsBuilder, node: Memset, regions: RegionMap, where: str) -> list[Problem]:
+    place = regions.find_one(node.address)
+    if place is None:
+        return [Problem(f"{where}, memset", "", _outside(node.address))]
+    region, offset = place
+    builder.add_memset(
+        regions.regions[region].name,
+        offset,
+        value=node.value,
+        element_size=node.element_size,
+        width=node.width,
+        height=node.height,
+        pitch=node.pitch,
+    )
+    return []
+
+
+def _add_memcpy(builder: ColumnsBuilder, node: Memcpy, regions: RegionMap, where: str) -> list[Problem]:
+    source, target = regions.find_one(node.source), regions.find_one(node.target)
+    if source is None or target is None:
+        sides = (("source", source, node.source), ("target", target, node.target))
+        return [Problem(f"{where}, copy's {side}", "", _outside(at)) for side, place, at in sides if place is None]
+    builder.add_memcpy(
+        (regions.regions[source[0]].name, source[1]),
+        (regions.regions[target[0]].name, target[1]),
+        width=node.width,
+        height=node.height,
+        depth=node.depth,
+        src_pitch=node.src_pitch,
+        src_height=node.src_height,
+        dst_pitch=node.dst_pitch,
+        dst_height=node.dst_height,
+    )
+    return []
+
+
+def _located(stray: Stray, columns: GraphColumns, launches: list[tuple[int, Launch]], name: str) -> Problem:
+    """Where an address stands, in the words of whoever wrote the kernel."""
+    row = int(np.searchsorted(columns.blocks, stray.at, side="right")) - 1
+    position, launch = launches[row]
+    byte = stray.at - int(columns.blocks[row])
+    parameter, (offset, _) = next(
+        (index, span) for index, span in enumerate(launch.function.layout) if span[0] <= byte < span[0] + span[1]
+    )
+    where = f"{name}: node {position}, kernel {launch.function.name}, parameter {parameter}, byte {byte - offset}"
+    return Problem(where, "", f"{stray.address:#x} is {stray.what}", "make it a weight, a state, an input or an output")
+
+
+def _pruned(columns: GraphColumns) -> GraphColumns:
+    """Without the regions that nothing points at."""
+    tables = {
+        "words": ("region",),
+        "memsets": ("region",),
+        "memcpys": ("src_region", "dst_region"),
+    }
+    parts = [getattr(columns, table)[field] for table, fields in tables.items() for field in fields]
+    used = np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
+    changed = {}
+    for table, fields in tables.items():
+        rows = getattr(columns, table).copy()
+        for field in fields:
+            rows[field] = np.searchsorted(used, rows[field])
+        changed[table] = rows
+    names = tuple(columns.names.regions[int(index)] for index in used)
+    return replace(columns, names=replace(columns.names, regions=names), **changed)
+
+
+def _outside(address: int) -> str:
+    return f"{address:#x} is in no region"
+
+
+def _strays(problems: list[Problem]) -> CaptureRefusedError:
+    return CaptureRefusedError("the graph uses memory that the recorder does not know", problems[:_MOST_PROBLEMS])
