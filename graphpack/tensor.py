@@ -96,7 +96,7 @@ class Tensor:
 
     def __dlpack__(
         self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: bool | None = None
-    ) -> object:
+    ) -> Any:
         """A DLPack capsule sharing this tensor's memory, or with `copy` a copy of it, in its own dtype."""
         if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
             raise BufferError(f"a tensor on the CPU is not copied to DLPack device {tuple(dl_device)}")
