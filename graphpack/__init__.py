@@ -85,6 +85,7 @@ def save(
     dtype: str = "auto",
     replace: bool = False,
     cpu_isa: str | None = None,
+    compile: bool = False,  # noqa: A002 - the option's name
 ) -> SaveResult:
     """Capture `model` for every batch size and sequence length into `archive`, under `name` or the model's own name.
 
@@ -106,6 +107,7 @@ def save(
         dtype=dtype,
         replace=replace,
         cpu_isa=cpu_isa,
+        compile=compile,
     )
     return capture.save(request, SilentObserver())
 

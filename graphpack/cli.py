@@ -170,6 +170,7 @@ def cli() -> None:
 @click.option(
     "--cpu-isa", type=click.Choice(CPU_ISAS), help="Compile for this instruction set. Default: this machine's."
 )
+@click.option("--compile", is_flag=True, help="On cuda, capture the kernels of torch.compile.")
 def save(model: str, archive: Path | None, config: Path | None, replace: bool, **given: Any) -> Answer:
     """Capture MODEL into ARCHIVE.
 
