@@ -6,6 +6,8 @@ Handles and device addresses are plain integers; every function raises for anyth
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_uint64, c_void_p
 from functools import cache
 
@@ -71,6 +73,16 @@ class Driver(Library):
 
     def wait_event(self, stream: int, event: int) -> None:
         self._call("cuStreamWaitEvent", stream, event, 0)
+
+    @contextmanager
+    def while_capturing(self) -> Iterator[None]:
+        """Calls of this thread that a capture would not allow, such as those that map memory, are allowed."""
+        mode, call = c_int(structs.CAPTURE_MODE_RELAXED), "cuThreadExchangeStreamCaptureMode"
+        self._call(call, byref(mode))
+        try:
+            yield
+        finally:
+            self._call(call, byref(mode))
 
     def create_event(self, *, timing: bool = False) -> int:
         return self._handle("cuEventCreate", 0 if timing else structs.EVENT_DISABLE_TIMING)

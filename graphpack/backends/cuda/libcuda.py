@@ -30,6 +30,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuStreamDestroy_v2": (_P,),
     "cuStreamSynchronize": (_P,),
     "cuStreamWaitEvent": (_P, _P, _UINT),
+    "cuThreadExchangeStreamCaptureMode": (_P,),
     "cuEventCreate": (_P, _UINT),
     "cuEventDestroy_v2": (_P,),
     "cuEventRecord": (_P, _P),

@@ -64,14 +64,15 @@ class Space:
         return self.base + offset
 
     def _map(self, address: int, size: int) -> None:
-        handle = self._driver.create_memory(size, self._device)
-        try:
-            self._driver.map_memory(address, size, handle)
-        except BaseException:
-            self._driver.release_memory(handle)
-            raise
-        self._mapped.append((address, size, handle))
-        self._driver.allow_access(address, size, self._device)
+        with self._driver.while_capturing():
+            handle = self._driver.create_memory(size, self._device)
+            try:
+                self._driver.map_memory(address, size, handle)
+            except BaseException:
+                self._driver.release_memory(handle)
+                raise
+            self._mapped.append((address, size, handle))
+            self._driver.allow_access(address, size, self._device)
 
     def close(self) -> None:
         """Unmap everything. Nothing may use it any more."""
