@@ -165,7 +165,7 @@ def node_line(node: torch.fx.Node) -> str:
     trace_lines = [line.strip() for line in (node.stack_trace or "").splitlines() if line.strip().startswith("File ")]
     for line in reversed(trace_lines):
         file, _, rest = line.removeprefix('File "').partition('", line ')
-        if _LIBRARY not in Path(file).parents:
+        if _LIBRARY not in Path(file).parents and not file.startswith("<"):
             return f"{file}:{rest.split(',')[0]}"
     return "the model"
 
