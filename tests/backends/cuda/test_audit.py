@@ -99,7 +99,7 @@ def test_what_is_left_is_cut_around_what_is_taken() -> None:
     st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), max_size=5),
 )
 def test_remaining_is_exactly_the_bytes_of_nobody_else(whole: list[Any], taken: list[Any]) -> None:
-    apart = []
+    apart: list[tuple[int, int]] = []
     for start, size in sorted(whole):
         if not apart or start >= sum(apart[-1]):
             apart.append((start, size))

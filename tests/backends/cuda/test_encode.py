@@ -98,7 +98,9 @@ def test_attributes_are_those_that_a_new_node_does_not_have(driver: CapturingDri
     driver.attributes[node, 4] = cluster
     driver.attributes[node, 5] = (1).to_bytes(64, "little")
     driver.attributes[node, 8] = b"\x03\0\0\0" + b"\xff" * 60
-    assert encoded(driver).attributes.tolist() == [(0, 4, [2, 4, 1, 0]), (0, 8, [3, 0, 0, 0])]
+    rows = encoded(driver).attributes
+    assert rows[["node", "id"]].tolist() == [(0, 4), (0, 8)]
+    assert rows["value"].tolist() == [[2, 4, 1, 0], [3, 0, 0, 0]]
 
 
 def test_nodes_come_in_topological_order_with_their_edge_data(driver: CapturingDriver) -> None:
@@ -173,11 +175,9 @@ def test_the_pitch_of_a_copy_goes_into_its_offset(driver: CapturingDriver) -> No
 def test_other_nodes_are_refused_by_position(driver: CapturingDriver, kind: int, what: str) -> None:
     driver.node(structs.NODE_EMPTY)
     driver.node(kind)
-    assert (
-        f"1x8: node 1: here a{'n' if what[0] == 'a' else ''} " in refusal(driver).replace("the record of ", "a ")
-        or what
-    )
-    assert what in refusal(driver)
+    text = refusal(driver)
+    assert "1x8: node 1: here " in text
+    assert what in text
 
 
 def test_random_numbers_are_refused(driver: CapturingDriver) -> None:

@@ -40,7 +40,7 @@ class FakeCupti:
         return 0
 
     def loaded(self, image: bytes) -> None:
-        data = _ModuleData(1, len(image), cast(image, c_void_p))
+        data = _ModuleData(1, len(image), cast(ctypes.c_char_p(image), c_void_p))
         resource = _ResourceData(None, None, ctypes.addressof(data))
         self.callback(None, 3, 6, ctypes.addressof(resource))
 
@@ -92,7 +92,7 @@ def load_module(cupti: FakeCupti, value: int, image: bytes) -> None:
 
 def load_library(cupti: FakeCupti, value: int, code: bytes) -> None:
     address, kept = handle(value)
-    with cupti.call(LIBRARY_LOAD_DATA, address, cast(code, c_void_p).value or 0):
+    with cupti.call(LIBRARY_LOAD_DATA, address, cast(ctypes.c_char_p(code), c_void_p).value or 0):
         pass
     assert kept.value == value
 
