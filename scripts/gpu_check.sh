@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# Checks and measures the cuda backend on a machine with a GPU.
+#
+#     bash scripts/gpu_check.sh STAGE...
+#
+# facts            what the code assumes of driver, CUPTI and torch
+# pieces           capture tiny-qwen3 and encode it, step by step, in one process
+# smoke            save tiny-qwen3 (moved and poisoned in its proof), restore it in a fresh process
+# tests            refusals, relocation, two archives, leaks, the engine example
+# compile          the smoke stage for torch.compile's kernels, with empty caches
+# archives         the two small archives for tests/archives, as one tar file
+# bench MODEL      save, restore and measure a big model: 0.6b, 1b, 8b, or compile for 0.6b compiled
+#
+# A stage that fails is reported with its traceback, and the next one runs. What was measured is written as JSON to
+# $OUT (build/gpu without). Python packages that are missing come from wheels in .whl/.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+OUT="${OUT:-build/gpu}"
+mkdir -p "$OUT" build/gpu
+export OUT GPU_WORK="${GPU_WORK:-$PWD/build/gpu}"
+PYTHON="${PYTHON:-python3}"
+export PYTHONPATH="$PWD:$PWD/build/gpu-site${PYTHONPATH:+:$PYTHONPATH}" PYTHONFAULTHANDLER=1 PYTHONUNBUFFERED=1
+
+install_missing() {
+    local pair missing=()
+    for pair in zstandard:zstandard msgpack:msgpack yaml:pyyaml click:click rich:rich markdown_it:markdown_it_py \
+        mdurl:mdurl pygments:pygments numpy:numpy; do
+        "$PYTHON" -c "import ${pair%%:*}" 2>/dev/null || missing+=("${pair##*:}")
+    done
+    [ "${#missing[@]}" -eq 0 ] && return
+    echo "installing ${missing[*]}"
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-index --find-links .whl --no-deps \
+        --target build/gpu-site "${missing[@]}"
+}
+
+table=()
+stage() { # NAME LIMIT COMMAND...
+    local name="$1" limit="$2" start seconds status
+    shift 2
+    echo "== $name"
+    start=$(date +%s.%N)
+    timeout -k 5 "$limit" "$@"
+    status=$?
+    seconds=$(echo "$(date +%s.%N) $start" | awk '{printf "%.1f", $1 - $2}')
+    [ "$status" -eq 124 ] && echo "-- $name ran into its limit of $limit s"
+    table+=("$(printf '%-14s %8s s  %s' "$name" "$seconds" "$([ "$status" -eq 0 ] && echo passed || echo "FAILED ($status)")")")
+    [ "$status" -eq 0 ] || failed=1
+}
+
+failed=0
+install_missing
+while [ "$#" -gt 0 ]; do
+    case "$1" in
+        facts) stage facts 60 "$PYTHON" scripts/gpu/facts.py ;;
+        pieces) stage pieces 60 "$PYTHON" scripts/gpu/pieces.py ;;
+        smoke) stage smoke 150 "$PYTHON" scripts/gpu/smoke.py ;;
+        tests) stage tests 300 "$PYTHON" scripts/gpu/checks.py ;;
+        compile) stage compile 240 "$PYTHON" scripts/gpu/smoke.py --compile ;;
+        archives) stage archives 240 "$PYTHON" scripts/gpu/archives.py ;;
+        bench)
+            stage "bench $2" 560 "$PYTHON" scripts/gpu/bench.py "$2"
+            shift
+            ;;
+        *)
+            echo "no such stage: $1" >&2
+            exit 2
+            ;;
+    esac
+    shift
+done
+echo "== result"
+printf '%s\n' "${table[@]}"
+exit "$failed"
