@@ -32,7 +32,7 @@ def outcome(request: LoadRequest) -> GraphpackError | LoadedEntry:
 
 def read(archive: Path, row: Row, *, verify: bool, **options: Any) -> GraphpackError | LoadedEntry:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(restore, "read_host", lambda: host_of(row))
+        patch.setattr(restore, "read_host", lambda _=None: host_of(row))
         return outcome(LoadRequest(archive=archive, verify=verify, allow=row.allow, **options))
 
 

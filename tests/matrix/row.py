@@ -15,6 +15,17 @@ record's frame, `manifest:`, `index:`, `oci-layout:`. `content:` with the path o
 decompressed bytes of that blob.
 """
 
+CUDA = {
+    "capability": "9.0",
+    "sm_count": 132,
+    "driver_cuda": "13.0",
+    "runtime": "13.0",
+    "cublas": "13.0",
+    "cudnn": "",
+    "triton": "",
+}
+"""`environment.cuda` of some device."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:

@@ -46,6 +46,7 @@ FORMAT = (
     ),
 )
 
+
 ENTRY = (
     Row(field="entry.name", change="another name than the tag", edits=(("entry.name", "renamed"),)),
     Row(field="entry.backend", change="cuda, the environment being cpu", edits=(("entry.backend", "cuda"),)),

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from tests.matrix.row import Row, appended, plus, swapped, without
+from tests.matrix.row import CUDA, Row, appended, plus, swapped, without
 
 ONES = "1" * 64
 MIB2 = 2 << 20
 _NORM = "layout.regions.1"  # model.layers.0.input_layernorm.weight
 _STATE = "layout.regions.22"  # kv.0.key
 _INPUT = "layout.regions.26"  # 1x64/token_ids
-
-_CUDA = {
-    "capability": "9.0",
-    "sm_count": 132,
-    "driver_cuda": "13.0",
-    "runtime": "13.0",
-    "cublas": "13.0",
-    "cudnn": "",
-    "triton": "",
-}
 
 LAYOUT = (
     Row(field="layout.fingerprint", change="not that of the regions", edits=(("layout.fingerprint", ONES),)),
@@ -144,7 +134,7 @@ ENVIRONMENT = (
         allow=frozenset({"torch"}),
     ),
     Row(field="environment.torch.version", change="unchanged; no torch here", host={"torch": None}),
-    Row(field="environment.cuda", change="a device, of a cpu entry", edits=(("environment.cuda", _CUDA),)),
+    Row(field="environment.cuda", change="a device, of a cpu entry", edits=(("environment.cuda", CUDA),)),
     Row(
         field="environment.torch.git_version",
         change="another commit",

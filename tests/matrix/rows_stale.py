@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.matrix.row import FromRecord, Row, appended, without
+from tests.matrix.row import CUDA, FromRecord, Row, appended, without
 
 ONES = "1" * 64
 
@@ -70,19 +70,7 @@ ENVIRONMENT = (
     _row("environment.symbol_versions", "those of another compiler", ["GLIBC_2.17"]),
     _row("environment.torch.version", "another version", "2.13.1+cpu"),
     _row("environment.torch.git_version", "another commit", "b" * 40),
-    _row(
-        "environment.cuda",
-        "a device",
-        {
-            "capability": "9.0",
-            "sm_count": 132,
-            "driver_cuda": "13.0",
-            "runtime": "13.0",
-            "cublas": "13.0",
-            "cudnn": "",
-            "triton": "",
-        },
-    ),
+    _row("environment.cuda", "a device", CUDA),
 )
 
 SETTINGS = (
