@@ -45,7 +45,7 @@ def _before(func: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[str, str] 
     tags = func.tags
     if torch.Tag.nondeterministic_seeded in tags and not dropout_is_off(func, args, kwargs):
         return "draws random numbers", "sample outside the step"
-    if torch.Tag.dynamic_output_shape in tags:
+    if torch.Tag.dynamic_output_shape in tags and not _has_fixed_shape(func, args, kwargs):
         return "has a result whose size depends on data", "use a mask of fixed shape instead"
     if torch.Tag.data_dependent_output in tags and any(tensor.is_cuda for tensor in _tensors(args)):
         return "waits for a value from the device", "compute it outside the step, or on the device"
@@ -63,6 +63,13 @@ def _after(args: Any, kwargs: Mapping[str, Any], result: Any) -> tuple[str, str]
     if any(gives) and given and not all(given):
         return "reads a tensor of the host in every step", "make it a buffer of the module, or an input"
     return None
+
+
+def _has_fixed_shape(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation that can have a result of any size was called so that it cannot."""
+    if func is torch.ops.aten.index.Tensor:
+        return not any(index.dtype in (torch.bool, torch.uint8) for index in _tensors(args[1]))
+    return kwargs.get("output_size") is not None
 
 
 def dropout_is_off(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
