@@ -173,10 +173,12 @@ def row_digests(rows: np.ndarray) -> np.ndarray:
 
 @dataclass(slots=True)
 class Comparison:
-    """A replay against a golden, step by step. Differences are absolute, in units of the output."""
+    """A replay against a golden, step by step. Differences are absolute, in units of the output; with `exact` there
+    may be none in the bits of a recorded row."""
 
     golden: Golden
     tolerance: float
+    exact: bool = False
     steps: int = 0
     max_difference: float = 0.0
     argmax_compared: int = 0
@@ -195,7 +197,10 @@ class Comparison:
         # No graph with a NaN among its outputs is saved, so one that is not among the recorded values is wrong too.
         worst = math.nan if np.isnan(some).any() else largest_difference(here, archived)
         self.max_difference = float(np.maximum(self.max_difference, worst))
-        self.bit_identical = self.bit_identical and bool((row_digests(raw) == golden.digests[step]).all())
+        same = (row_digests(raw) == golden.digests[step]).all(axis=1)
+        self.bit_identical = self.bit_identical and bool(same.all())
+        if self.exact and not same.all():
+            self._differs(step, f"the recorded bits in row {rows[~same][0]}", f"others, by {worst:.3g} at most")
         if not worst <= self.tolerance:
             self._differs(step, f"within {self.tolerance:.3g}", f"differs by {worst:.3g}")
         # Rows whose two best logits are closer than the tolerance allows either to win; the others must agree.

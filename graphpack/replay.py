@@ -97,7 +97,7 @@ class RestoredModel:
             }
 
     def state(self, name: str) -> Tensor:
-        """A state region such as `kv.0.key`, sharing its memory."""
+        """A state region such as `kv.0.key`: on cpu its memory, on cuda a copy of it."""
         self._require_open()
         specs = {spec.name: spec for graph, _ in self._graphs.values() for spec in graph.state}
         if name not in specs:
@@ -205,8 +205,9 @@ def verify_graphs(
     for bucket, golden in sorted(goldens.items()):
         graph, executable = graphs[bucket]
         output = graph.outputs[0]
-        comparison = Comparison(golden, graph.tolerance)
+        comparison = Comparison(golden, graph.tolerance, memory.exact)
         memory.reset_state()
+        memory.poison()
         for step in range(golden.steps):
             given = {input_name: values[step] for input_name, values in golden.inputs.items()}
             _check_inputs(graph.inputs, given, scratch_allowed=True)

@@ -12,11 +12,12 @@ from graphpack.archive.check import check_features, check_record_layout, check_r
 from graphpack.archive.record import Graph, Model, Record, Weights
 from graphpack.archive.store import Archive, Entry
 from graphpack.archive.validate import Ladder
-from graphpack.backends import Backend, Executable, Memory, backend
+from graphpack.backends import Executable, Memory, Session, backend
 from graphpack.config import Config, find_config
 from graphpack.errors import (
     CorruptArchiveError,
     EnvironmentMismatchError,
+    GraphpackError,
     InputError,
     LayoutMismatchError,
     Problem,
@@ -51,9 +52,7 @@ def load(request: LoadRequest, observer: Observer | None = None) -> list[Restore
     _check_weight_names(request, entries)
     config = find_config(request.config)
     with ExitStack() as opened:
-        models = [
-            opened.enter_context(restore_entry(archive, entry, request, config, observer)) for entry in entries
-        ]
+        models = [opened.enter_context(restore_entry(archive, entry, request, config, observer)) for entry in entries]
         opened.pop_all()
     return models
 
@@ -92,30 +91,36 @@ class _Restore:
 
     def run(self) -> RestoredModel:
         self._ladder.passed("archive")
-        with self._stage("read"):
-            self._check_format()
-            self._read_blobs()
-        self._ladder.skipped("trust", "this version checks no signatures")
-        with self._stage("environment"):
-            self._check_environment()
+        self._check_format()
         with ExitStack() as undo:
+            self._start(undo)
+            with self._stage("read"):
+                self._read_blobs()
+            self._ladder.skipped("trust", "this version checks no signatures")
+            with self._stage("environment"):
+                self._check_environment()
             with self._stage("weights"):
                 located = self._open_weights()
                 source = undo.enter_context(located.source)
                 self._check_weights(source)
-            with self._stage("layout"):
-                constants = self._check_layout(located.config)
-            with self._stage("bind"):
-                memory = self._backend.allocate(
-                    self._record.layout.regions, source, constants, copy_weights=self._request.copy_weights
-                )
-                undo.callback(memory.close)
-                self._check_unchanged(source)
+            try:
+                with self._stage("layout"):
+                    constants = self._check_layout(located.config)
+                with self._stage("bind"):
+                    memory = self._session.allocate(self._record, source, constants, self._request)
+                    undo.callback(memory.close)
+            except GraphpackError:
+                self._hash_weights(source)
+                raise
+            self._hash_weights(source)
             with self._stage("graphs"):
-                graphs = self._rebuild(memory, undo)
+                graphs = self._rebuild(undo)
+            with self._stage("upload"):
+                memory.ready()
+                self._check_unchanged(source)
             verified = self._verify(graphs, memory)
             undo.pop_all()
-        return RestoredModel(self._record, graphs, memory, self._result(source, memory, verified))
+        return RestoredModel(self._record, graphs, memory, self._result(memory, verified))
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
@@ -133,21 +138,32 @@ class _Restore:
             raise UnsupportedFormatError(f"entry '{self._name}' needs features this version does not know", problems)
         self._ladder.passed("format", f"format {record.format.major}.{record.format.minor}")
 
+    def _start(self, undo: ExitStack) -> None:
+        """Begin on the device, which starts while the blobs are read. Its errors come with its rung."""
+        backend_name = self._record.entry.backend
+        self._device = self._request.device or self._configured_device() or backend_name
+        if self._device.partition(":")[0] == backend_name:
+            self._session: Session = backend(backend_name).open(self._device)
+            undo.callback(self._session.close)
+
     def _read_blobs(self) -> None:
         """Read, hash and decompress every blob this load needs: with `--verify`, every blob there is."""
         record = self._record
-        needed = {graph.object for graph in record.graphs} | ({record.constants} - {None})
+        needed = {blob for graph in record.graphs for blob in (graph.object, *graph.images)}
+        needed |= {record.constants} if record.constants else set()
         if self._request.verify:
             needed |= {blob.digest for blob in record.blobs}
         read = [blob for blob in record.blobs if blob.digest in needed]
         for blob in read:
             self._blobs[blob.digest] = self._archive.read_blob(blob)
-        of_all = f"{len(read)} of {len(record.blobs)} blobs" if len(read) < len(record.blobs) else f"all {len(read)} blobs"
+        of_all = (
+            f"{len(read)} of {len(record.blobs)} blobs" if len(read) < len(record.blobs) else f"all {len(read)} blobs"
+        )
         self._ladder.passed("integrity", f"{of_all} hashed")
 
     def _check_environment(self) -> None:
         record, request = self._record, self._request
-        device = (request.device or self._configured_device() or record.entry.backend).split(":")[0]
+        device = self._device.partition(":")[0]
         needed = record.environment.device_type
         if needed != record.entry.backend:
             here = f"entry.backend is {record.entry.backend}"
@@ -156,10 +172,10 @@ class _Restore:
             problem = Problem("environment.device_type", needed, device, f"load it with --device {needed}")
         if not device == needed == record.entry.backend:
             raise EnvironmentMismatchError(f"entry '{self._name}' does not fit this device", [problem])
-        self._backend: Backend = backend(record.entry.backend)
-        refused, waived = check_environment(record.environment, read_host(), request.allow)
+        refused, waived = check_environment(record.environment, read_host(self._session.device()), request.allow)
         if refused:
             raise EnvironmentMismatchError(f"entry '{self._name}' does not fit this machine", refused)
+        self._other_device = any(problem.where.endswith("sm_count") for problem in waived)
         if waived:
             self._ladder.waived("environment", ", ".join(problem.where for problem in waived))
         else:
@@ -182,19 +198,29 @@ class _Restore:
 
     def _check_weights(self, source: WeightSource) -> None:
         problems = check_structure(self._record.weights, source)
-        if not problems and self._request.verify:
+        if problems:
+            raise self._other_weights(problems)
+        self._ladder.passed("weights", "every byte hashed" if self._request.verify else "names, dtypes and shapes")
+
+    def _hash_weights(self, source: WeightSource) -> None:
+        """With `--verify`. Part of the rung `weights`, but done once they are on their way to a device."""
+        if not self._request.verify:
+            return
+        with self._stage("weights"):
             total = self._record.weights.bytes
             progress: Callable[[int], None] = lambda done: self._observer.bytes("weights", done, total)  # noqa: E731
             problems = check_weights(self._record.weights, hash_weights(source, progress=progress), source)
         if problems:
-            raise WeightsMismatchError(f"the weights are not those of entry '{self._name}'", problems)
-        self._ladder.passed("weights", "every byte hashed" if self._request.verify else "names, dtypes and shapes")
+            raise self._other_weights(problems)
+
+    def _other_weights(self, problems: Sequence[Problem]) -> WeightsMismatchError:
+        return WeightsMismatchError(f"the weights are not those of entry '{self._name}'", problems)
 
     def _check_layout(self, config: DecoderConfig | None) -> dict[str, bytes]:
         """The recorded regions and tensors against those the rest of the record and the model here imply."""
         record = self._record
         problems = check_record_layout(record)
-        problems += self._backend.check_placement(record.layout) or check_regions(record.layout)
+        problems += self._session.check_placement(record.layout) or check_regions(record.layout)
         stored = {
             tensor.name: TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape)
             for tensor in record.weights.tensors
@@ -205,16 +231,19 @@ class _Restore:
             for region in constant_regions
         }
         expected = expected_regions(record.graphs, stored, constant_specs, record.model.effective_dtype)
+        expected = self._session.expected(record.layout, expected)
         problems = problems or check_layout(record.layout, expected, CAPTURE_VERSION)
         problems += check_specs(record, config) if config else []
-        problems += _check_attention(record) + self._backend.check_settings(record, self._blobs)
+        problems += _check_attention(record) + self._session.check_settings(record, self._blobs)
         if problems:
             raise LayoutMismatchError(f"the layout or the settings of entry '{self._name}' do not hold here", problems)
         blob = self._blobs[record.constants] if record.constants else b""
         constants = unpack_constants(blob, constant_regions)
         if constants is None:
             where = f"blobs/sha256/{record.constants}"
-            raise CorruptArchiveError("the constants are not those of the layout", [Problem(where, f"{len(blob)} bytes")])
+            raise CorruptArchiveError(
+                "the constants are not those of the layout", [Problem(where, f"{len(blob)} bytes")]
+            )
         self._ladder.passed("layout", f"fingerprint {record.layout.fingerprint[:12]}")
         return constants
 
@@ -223,26 +252,25 @@ class _Restore:
         if problems:
             raise WeightsMismatchError("the checkpoint changed while it was being loaded", problems)
 
-    def _rebuild(self, memory: Memory, undo: ExitStack) -> dict[Bucket, tuple[Graph, Executable]]:
-        for graph in self._record.graphs:
-            self._backend.check_blob(self._record, graph, self._blobs[graph.object])
-        graphs: dict[Bucket, tuple[Graph, Executable]] = {}
-        for graph in self._record.graphs:
-            executable = self._backend.rebuild(graph, self._blobs[graph.object], memory)
+    def _rebuild(self, undo: ExitStack) -> dict[Bucket, tuple[Graph, Executable]]:
+        self._session.check_blobs(self._record, self._blobs)
+        built = self._session.rebuild(self._record, self._blobs, self._request)
+        for executable in built.values():
             undo.callback(executable.close)
-            graphs[graph.bucket] = (graph, executable)
+        graphs = {graph.bucket: (graph, built[graph.bucket]) for graph in self._record.graphs}
         self._ladder.passed("objects", f"{len(graphs)} graph{'s' if len(graphs) > 1 else ''}")
         return graphs
 
     def _verify(self, graphs: dict[Bucket, tuple[Graph, Executable]], memory: Memory) -> tuple[VerifiedBucket, ...]:
-        if not self._request.verify:
+        if not (self._request.verify or self._other_device):
             self._ladder.skipped("outputs", "load --verify replays the goldens")
             return ()
+        memory.exact = memory.exact and not self._other_device
         with self._stage("verify"):
             goldens: dict[Bucket, Golden] = {}
             for graph in self._record.graphs:
                 where = f"blobs/sha256/{graph.golden}"
-                found = golden.decode(self._blobs[graph.golden], graph.bucket, graph.inputs, graph.outputs[0], where)
+                found = golden.decode(self._golden_blob(graph), graph.bucket, graph.inputs, graph.outputs[0], where)
                 if found.steps != graph.golden_steps:
                     problem = Problem(where, f"{graph.golden_steps} steps", f"{found.steps} steps in the blob")
                     raise CorruptArchiveError("a golden is not what its graph describes", [problem])
@@ -255,13 +283,21 @@ class _Restore:
         self._ladder.passed("outputs", f"{sum(bucket.steps for bucket in verified)} steps replayed")
         return verified
 
-    def _result(self, source: WeightSource, memory: Memory, verified: tuple[VerifiedBucket, ...]) -> LoadedEntry:
+    def _golden_blob(self, graph: Graph) -> bytes:
+        """Read before with `--verify`; a waiver that calls for verification finds it unread."""
+        if graph.golden not in self._blobs:
+            blobs = {blob.digest: blob for blob in self._record.blobs}
+            self._blobs[graph.golden] = self._archive.read_blob(blobs[graph.golden])
+        return self._blobs[graph.golden]
+
+    def _result(self, memory: Memory, verified: tuple[VerifiedBucket, ...]) -> LoadedEntry:
         proven = ["archive bytes read", "environment", "weight names, dtypes and shapes", "memory layout"]
         not_proven = ["signature"]
         if self._request.verify:
-            proven += ["every blob", "every weight byte", "outputs of every graph on this device"]
+            proven += ["every blob", "every weight byte"]
         else:
-            not_proven += ["weight contents", "outputs"]
+            not_proven.append("weight contents")
+        (proven if verified else not_proven).append("outputs of every graph on this device")
         return LoadedEntry(
             name=self._name,
             device=self._record.entry.backend,

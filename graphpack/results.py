@@ -60,7 +60,11 @@ class SaveRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """No `names` means every entry. `weights` maps an entry's name to a directory; the key None serves all others."""
+    """No `names` means every entry. `weights` maps an entry's name to a directory; the key None serves all others.
+
+    On cuda: with `lazy_graphs` a graph is built when it is first used; `bind` gives addresses of device memory that the
+    caller holds in the place of regions; `scatter` moves every region by another distance, which proves that they move.
+    """
 
     archive: Path
     names: tuple[str, ...] = ()
@@ -70,6 +74,9 @@ class LoadRequest:
     allow: frozenset[str] = frozenset()
     copy_weights: bool = False
     config: Path | None = None
+    lazy_graphs: bool = False
+    bind: Mapping[str, int] = field(default_factory=dict)
+    scatter: bool = False
 
     def __post_init__(self) -> None:
         problems = [] if self.device is None else _device_problems(self.device)

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     from graphpack.archive.record import Environment, Graph, Layout, Record, Settings, Weights
     from graphpack.graph import Bucket, Region
-    from graphpack.identity.environment import Host
+    from graphpack.identity.environment import CudaDevice, Host
     from graphpack.models.registry import ResolvedModel
     from graphpack.models.weights import WeightSource
-    from graphpack.results import SaveRequest
+    from graphpack.results import LoadRequest, SaveRequest
 
 BACKENDS = ("cpu", "cuda")
 
@@ -30,13 +30,23 @@ BACKENDS = ("cpu", "cuda")
 class Memory(Protocol):
     """Everything a graph of one entry reads and writes, by region name."""
 
-    weights_mode: str
+    exact: bool
+    """Whether a replay must give the very bits that were recorded."""
+
+    @property
+    def weights_mode(self) -> str: ...
+
+    def ready(self) -> None:
+        """Wait until every weight is in place. Nothing may run before."""
 
     def reset_state(self) -> None:
         """Set every state region to zero, its recorded initial value."""
 
+    def poison(self) -> None:
+        """Where this memory has scratch and outputs of its own, fill them with 0xFF."""
+
     def array(self, region: str) -> np.ndarray:
-        """The region's elements, sharing its memory; bfloat16 as uint16."""
+        """The region's elements, bfloat16 as uint16; sharing its memory if that is the host's."""
 
     def close(self) -> None: ...
 
@@ -50,21 +60,39 @@ class Executable(Protocol):
     def close(self) -> None: ...
 
 
-class Backend(Protocol):
-    def allocate(
-        self, regions: Sequence[Region], weights: WeightSource, constants: Mapping[str, bytes], *, copy_weights: bool
-    ) -> Memory: ...
+class Session(Protocol):
+    """One restore on one device. The methods are called in this order; `blobs` are the entry's by digest."""
+
+    def device(self) -> CudaDevice | None:
+        """The device as an entry can depend on it, None on cpu. EnvironmentMismatchError if there is none."""
 
     def check_placement(self, layout: Layout) -> list[Problem]:
         """Whether memory is placed as this backend places it."""
 
-    def check_settings(self, record: Record, blobs: Mapping[str, bytes]) -> list[Problem]:
-        """Settings that contradict what was captured under them. `blobs` are the graphs' objects by digest."""
+    def expected(self, layout: Layout, regions: Sequence[Region]) -> tuple[Region, ...]:
+        """`regions`, which the record implies, with what this backend's layouts alone can know."""
 
-    def check_blob(self, record: Record, graph: Graph, blob: bytes) -> None:
+    def check_settings(self, record: Record, blobs: Mapping[str, bytes]) -> list[Problem]:
+        """Settings that contradict what was captured under them."""
+
+    def allocate(
+        self, record: Record, weights: WeightSource, constants: Mapping[str, bytes], request: LoadRequest
+    ) -> Memory:
+        """Memory for every region. Weights may still be on their way, see `Memory.ready`."""
+
+    def check_blobs(self, record: Record, blobs: Mapping[str, bytes]) -> None:
         """Refuse native code that breaks the policy or belongs to another graph, before any of it is loaded."""
 
-    def rebuild(self, graph: Graph, blob: bytes, memory: Memory) -> Executable: ...
+    def rebuild(self, record: Record, blobs: Mapping[str, bytes], request: LoadRequest) -> Mapping[Bucket, Executable]:
+        """Every graph over the memory that was allocated; all of them or, when it raises, none."""
+
+    def close(self) -> None:
+        """Give back the device. The memory's `close` does it, too; closing twice is fine."""
+
+
+class Backend(Protocol):
+    def open(self, device: str) -> Session:
+        """Begin a restore on `cpu`, `cuda` or `cuda:I`. What takes time goes on beside the caller."""
 
 
 UNWRITTEN = "0" * 64

@@ -23,6 +23,8 @@ _MADV_DONTNEED = 4
 class CpuMemory:
     """Arrays by region name. Weight and constant arrays are never written by a graph; state is."""
 
+    exact = False
+
     def __init__(
         self, regions: Sequence[Region], weights: WeightSource, constants: Mapping[str, bytes], *, copy_weights: bool
     ) -> None:
@@ -50,6 +52,12 @@ class CpuMemory:
             self.weights_mode = f"converted {stored.dtype} -> {region.dtype}"
             return convert(view, stored.dtype, region.dtype).reshape(region.shape)
         return _shaped(memoryview(bytearray(view)) if copy else view, region)
+
+    def ready(self) -> None:
+        """Weights are mapped or copied when the memory is made."""
+
+    def poison(self) -> None:
+        """Objects take scratch and outputs from the allocator."""
 
     def reset_state(self) -> None:
         # Private anonymous pages, unlike shared ones, read as zero again after this; large states need not be written.

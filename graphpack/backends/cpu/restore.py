@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from ctypes import byref, c_void_p
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,8 @@ from graphpack.backends.cpu.memory import CpuMemory
 from graphpack.backends.cpu.policy import check_described, check_object, compiled_settings
 from graphpack.backends.cpu.runtime import CompiledObject, TorchLibrary, torch_library
 from graphpack.dtypes import DTYPES
-from graphpack.errors import CorruptArchiveError, EnvironmentMismatchError, Problem
-from graphpack.graph import Region, TensorSpec, row_major_strides
+from graphpack.errors import CorruptArchiveError, EnvironmentMismatchError, Problem, UsageError
+from graphpack.graph import Bucket, Region, TensorSpec, row_major_strides
 from graphpack.identity.cpu_isa import CPU_ISA
 from graphpack.identity.digests import settings_digest
 from graphpack.identity.environment import torch_library_directory
@@ -23,16 +24,25 @@ from graphpack.schema import shown
 
 if TYPE_CHECKING:
     from graphpack.archive.record import Graph, Layout, Record
-    from graphpack.models.checkpoint import WeightSource
+    from graphpack.models.weights import WeightSource
+    from graphpack.results import LoadRequest
 
 
 class CpuBackend:
     """See `graphpack.backends.Backend`."""
 
-    def allocate(
-        self, regions: Sequence[Region], weights: WeightSource, constants: Mapping[str, bytes], *, copy_weights: bool
-    ) -> CpuMemory:
-        return CpuMemory(regions, weights, constants, copy_weights=copy_weights)
+    def open(self, device: str) -> CpuSession:  # noqa: ARG002
+        return CpuSession()
+
+
+class CpuSession:
+    """See `graphpack.backends.Session`."""
+
+    def __init__(self) -> None:
+        self._memory: CpuMemory | None = None
+
+    def device(self) -> None:
+        return None
 
     def check_placement(self, layout: Layout) -> list[Problem]:
         """Nothing has an address of its own on a CPU, so nothing can ask for one."""
@@ -41,6 +51,9 @@ class CpuBackend:
             for name, only in (("base", 0), ("bytes", 0), ("granularity", 0), ("relocatable", True))
             if getattr(layout, name) != only
         ]
+
+    def expected(self, layout: Layout, regions: Sequence[Region]) -> tuple[Region, ...]:  # noqa: ARG002
+        return tuple(regions)
 
     def check_settings(self, record: Record, blobs: Mapping[str, bytes]) -> list[Problem]:
         settings = record.settings
@@ -57,17 +70,46 @@ class CpuBackend:
         ]
         return problems
 
-    def check_blob(self, record: Record, graph: Graph, blob: bytes) -> None:
-        where = f"blobs/sha256/{graph.object}"
-        problems = check_object(blob, platform.machine(), where)
-        if problems:
-            raise CorruptArchiveError(f"the object of bucket {graph.bucket} breaks the policy for native code", problems)
-        problems = check_described(blob, record, graph, where)
-        if problems:
-            raise _other_object(graph, problems)
+    def allocate(
+        self, record: Record, weights: WeightSource, constants: Mapping[str, bytes], request: LoadRequest
+    ) -> CpuMemory:
+        if request.bind:
+            hint = "bind regions of cuda entries only"
+            problems = [Problem(name, "", "bound to memory of the caller", hint) for name in request.bind]
+            raise UsageError("an entry on cpu has no memory that can be bound", problems)
+        self._memory = CpuMemory(record.layout.regions, weights, constants, copy_weights=request.copy_weights)
+        return self._memory
 
-    def rebuild(self, graph: Graph, blob: bytes, memory: CpuMemory) -> CpuGraph:
-        return CpuGraph(loaded_torch(), graph, blob, memory)
+    def check_blobs(self, record: Record, blobs: Mapping[str, bytes]) -> None:
+        for graph in record.graphs:
+            where = f"blobs/sha256/{graph.object}"
+            blob = blobs[graph.object]
+            problems = check_object(blob, platform.machine(), where)
+            if problems:
+                broken = f"the object of bucket {graph.bucket} breaks the policy for native code"
+                raise CorruptArchiveError(broken, problems)
+            problems = check_described(blob, record, graph, where)
+            if problems:
+                raise _other_object(graph, problems)
+
+    def rebuild(
+        self,
+        record: Record,
+        blobs: Mapping[str, bytes],
+        request: LoadRequest,  # noqa: ARG002 - objects are loaded at once
+    ) -> dict[Bucket, CpuGraph]:
+        if self._memory is None:
+            raise RuntimeError("graphs need memory: allocate comes first")
+        graphs: dict[Bucket, CpuGraph] = {}
+        with ExitStack() as undo:
+            for graph in record.graphs:
+                graphs[graph.bucket] = CpuGraph(loaded_torch(), graph, blobs[graph.object], self._memory)
+                undo.callback(graphs[graph.bucket].close)
+            undo.pop_all()
+        return graphs
+
+    def close(self) -> None:
+        """All is held by the memory and the graphs."""
 
 
 def loaded_torch() -> TorchLibrary:
@@ -129,7 +171,9 @@ class CpuGraph:
         counts = self._object.counts()
         wanted = (len(graph.inputs) + len(graph.state), len(graph.outputs))
         if counts != wanted:
-            problems.append(Problem(label, f"{wanted[0]} inputs, {wanted[1]} outputs", f"{counts[0]} and {counts[1]} in the object"))
+            problems.append(
+                Problem(label, f"{wanted[0]} inputs, {wanted[1]} outputs", f"{counts[0]} and {counts[1]} in the object")
+            )
         if problems:
             raise _other_object(graph, problems)
 

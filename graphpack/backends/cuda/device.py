@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from graphpack.backends.cuda import structs
-from graphpack.backends.cuda.driver import driver
+from graphpack.backends.cuda.driver import Driver, driver
 from graphpack.errors import EnvironmentMismatchError, Problem
 from graphpack.identity.environment import CudaDevice
 
 
-def read_device(index: int) -> CudaDevice:
+def read_device(index: int, load: Callable[[], Driver] = driver) -> CudaDevice:
     """The visible device number `index`: `CUDA_VISIBLE_DEVICES` has chosen and ordered them.
 
     Raises EnvironmentMismatchError if there is none of this number.
     """
-    cuda = driver()
+    cuda = load()
     count = cuda.device_count()
     if not 0 <= index < count:
         here = f"{count} visible device{'' if count == 1 else 's'}, numbered from 0"

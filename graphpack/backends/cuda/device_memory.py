@@ -1,0 +1,121 @@
+"""Everything the graphs of one entry read and write: weights on their way, constants, state, inputs and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from graphpack.archive.record import Layout
+from graphpack.backends.cuda.arena import Arena
+from graphpack.backends.cuda.driver import Driver
+from graphpack.backends.cuda.host import HostBuffer, address_of
+from graphpack.backends.cuda.placement import Placement
+from graphpack.backends.cuda.upload import Upload, plan_upload
+from graphpack.dtypes import DTYPES
+
+if TYPE_CHECKING:
+    from graphpack.models.weights import WeightSource
+
+POISON = 0xFF
+
+
+class CudaMemory:
+    """See `graphpack.backends.Memory`. Weights travel from the start on; `ready` waits for them.
+
+    Regions in memory that the caller holds, `placement.bound`, are neither filled nor zeroed: they are the caller's.
+    Closing calls `closed` last, when nothing on the device is held any more.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        device: int,
+        context: int,
+        layout: Layout,
+        placement: Placement,
+        weights: WeightSource,
+        constants: Mapping[str, bytes],
+        closed: Callable[[], None],
+    ) -> None:
+        self.exact = True
+        self._driver, self._context = driver, context
+        self._own = {region.name: region for region in layout.regions if region.name not in placement.bound}
+        self._regions = {region.name: region for region in layout.regions}
+        self._undo = ExitStack()
+        self._undo.callback(closed)
+        self._undo.callback(weights.close)
+        self._staging: HostBuffer | None = None
+        self._closed = False
+        driver.set_context(context)
+        try:
+            arena = Arena(driver, device, layout, placement)
+            self._undo.callback(arena.close)
+            self.addresses = arena.addresses
+            self.moved = arena.moved
+            self.stream = driver.create_stream()
+            self._undo.callback(driver.destroy_stream, self.stream)
+            self._upload = Upload(driver, context, plan_upload(self._own.values(), self.addresses, weights), weights)
+            self._undo.callback(self._upload.close)
+            for name, data in constants.items():
+                if name in self._own and data:
+                    driver.copy_to_device(self.addresses[name], address_of(data), len(data))
+            self.reset_state()
+        except BaseException:
+            self._undo.close()
+            raise
+
+    @property
+    def weights_mode(self) -> str:
+        return self._upload.mode
+
+    def ready(self) -> None:
+        self._upload.wait()
+        self._driver.set_context(self._context)
+        self._driver.synchronize()
+
+    def reset_state(self) -> None:
+        self._fill("state", 0)
+
+    def poison(self) -> None:
+        """Fill with 0xFF, a NaN in every floating type, what holds nothing from one step to the next."""
+        self._fill("scratch", POISON)
+        self._fill("output", POISON)
+
+    def _fill(self, kind: str, byte: int) -> None:
+        self._driver.set_context(self._context)
+        for region in self._own.values():
+            if region.kind == kind and region.bytes:
+                self._driver.fill_async(self.addresses[region.name], byte, region.bytes, self.stream)
+        self._driver.synchronize_stream(self.stream)
+
+    def array(self, region: str) -> np.ndarray:
+        """A copy in host memory."""
+        found = self._regions[region]
+        values = np.empty(found.shape, DTYPES[found.dtype].numpy)
+        self._driver.set_context(self._context)
+        self._driver.synchronize_stream(self.stream)
+        if values.nbytes:
+            self._driver.copy_to_host(int(values.ctypes.data), self.addresses[region], values.nbytes)
+        return values
+
+    def staging(self, size: int) -> HostBuffer:
+        """One buffer for the inputs and outputs of all graphs, of which one runs at a time."""
+        if self._staging is None or len(self._staging) < size:
+            self._staging = HostBuffer(self._driver, size)
+            self._undo.callback(self._staging.close)
+        return self._staging
+
+    def close(self) -> None:
+        """Closing twice is fine."""
+        if not self._closed:
+            self._closed = True
+            self._driver.set_context(self._context)
+            self._undo.close()
+
+
+def own_region(bucket: object, name: str) -> str:
+    """The name of a bucket's input or output region."""
+    return f"{bucket}/{name}"

@@ -1,0 +1,98 @@
+"""One graph on a device, ready to launch over the memory of its entry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from graphpack.archive.record import Graph
+from graphpack.backends.cuda.columns import GraphColumns
+from graphpack.backends.cuda.device_memory import CudaMemory, own_region
+from graphpack.backends.cuda.driver import Driver
+from graphpack.backends.cuda.images import Identity
+from graphpack.backends.cuda.rebuild import build_graph
+from graphpack.dtypes import DTYPES
+from graphpack.graph import TensorSpec
+
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """An input or output: its address on the device, and its place in the staging buffer."""
+
+    spec: TensorSpec
+    address: int
+    place: int
+
+
+class CudaGraph:
+    """See `graphpack.backends.Executable`. Built when `prepare` is called, or on first use."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        context: int,
+        graph: Graph,
+        columns: GraphColumns,
+        functions: Mapping[Identity, int],
+        memory: CudaMemory,
+    ) -> None:
+        self._driver, self._context, self._columns = driver, context, columns
+        self._functions, self._memory = functions, memory
+        self._graph = self._executable = 0
+        self._size = 0
+        self._inputs = [self._slot(graph, spec) for spec in graph.inputs]
+        self._outputs = [self._slot(graph, spec) for spec in graph.outputs]
+
+    def _slot(self, graph: Graph, spec: TensorSpec) -> _Slot:
+        slot = _Slot(spec, self._memory.addresses[own_region(graph.bucket, spec.name)], self._size)
+        self._size += -(-spec.bytes // _ALIGNMENT) * _ALIGNMENT
+        return slot
+
+    def prepare(self) -> None:
+        """Build and instantiate, unless that was done."""
+        if self._executable:
+            return
+        self._graph = build_graph(self._driver, self._columns, self._functions, self._memory.addresses, self._context)
+        self._executable = self._driver.instantiate(self._graph)
+
+    def launch(self) -> None:
+        """Put one launch on the memory's stream, and do not wait for it."""
+        self.prepare()
+        self._driver.launch(self._executable, self._memory.stream)
+
+    def run(self, inputs: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """Run one step. `inputs` must already have been checked against the graph's specs.
+
+        Raises CudaError for a fault on the device, after which its context is lost to the whole process.
+        """
+        driver, stream = self._driver, self._memory.stream
+        driver.set_context(self._context)
+        staging = self._memory.staging(self._size)
+        for slot in self._inputs:
+            value, size = inputs[slot.spec.name], slot.spec.bytes
+            if size:
+                staging.part(slot.place, size)[:] = value.reshape(-1).view(np.uint8)
+                driver.copy_to_device_async(slot.address, staging.address + slot.place, size, stream)
+        self.launch()
+        for slot in self._outputs:
+            driver.copy_to_host_async(staging.address + slot.place, slot.address, slot.spec.bytes, stream)
+        driver.synchronize_stream(stream)
+        return {
+            slot.spec.name: staging.part(slot.place, slot.spec.bytes)
+            .view(DTYPES[slot.spec.dtype].numpy)
+            .reshape(slot.spec.shape)
+            for slot in self._outputs
+        }
+
+    def close(self) -> None:
+        """Closing twice is fine."""
+        executable, graph = self._executable, self._graph
+        self._executable = self._graph = 0
+        if executable:
+            self._driver.destroy_executable(executable)
+        if graph:
+            self._driver.destroy_graph(graph)

@@ -1,0 +1,167 @@
+"""Columns -> a CUgraph. All that a node needs is put in tables first, so that each costs one driver call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from graphpack.backends.cuda import columns as c
+from graphpack.backends.cuda import structs
+from graphpack.backends.cuda.attributes import KEPT, as_bytes, significant
+from graphpack.backends.cuda.driver import Driver
+from graphpack.backends.cuda.images import Identity
+from graphpack.errors import GraphpackError, Problem
+
+
+def build_graph(
+    driver: Driver,
+    columns: c.GraphColumns,
+    functions: Mapping[Identity, int],
+    addresses: Mapping[str, int],
+    context: int,
+) -> int:
+    """The handle of a graph whose words point at `addresses`, read back and compared with the columns.
+
+    Raises GraphpackError naming what the driver made differently.
+    """
+    bases = np.array([addresses[name] for name in columns.names.regions], np.uint64)
+    graph = driver.create_graph()
+    try:
+        nodes = _add_nodes(driver, graph, columns, functions, bases, context)
+        for node, attribute, value in _attribute_rows(columns, nodes):
+            driver.set_node_attribute(node, attribute, value)
+        _add_edges(driver, graph, columns.edges, nodes)
+        problems = _edge_problems(driver, graph, columns.edges, nodes) + _attribute_problems(driver, columns, nodes)
+        if problems:
+            raise GraphpackError("the driver made another graph than the recorded one", problems)
+    except BaseException:
+        driver.destroy_graph(graph)
+        raise
+    return graph
+
+
+def patched(columns: c.GraphColumns, bases: np.ndarray) -> np.ndarray:
+    """The parameter bytes with their address words filled in, at an address aligned for every parameter."""
+    size = len(columns.parameters)
+    room = np.empty(size + c.BLOCK_ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % c.BLOCK_ALIGNMENT
+    parameters = room[start : start + size]
+    parameters[:] = columns.parameters
+    words = columns.words
+    parameters.view("<u8")[(words["at"] // 8).astype(np.int64)] = bases[words["region"]] + words["offset"]
+    return parameters
+
+
+def _add_nodes(
+    driver: Driver,
+    graph: int,
+    columns: c.GraphColumns,
+    functions: Mapping[Identity, int],
+    bases: np.ndarray,
+    context: int,
+) -> np.ndarray:
+    """Node handles in the order of `kinds`, in which they are also added: the driver schedules by it."""
+    parameters = patched(columns, bases)
+    pointers = columns.parameter_spans[:, 0].astype(np.uint64) + np.uint64(parameters.ctypes.data)
+    launches = _launch_table(columns, functions, pointers)
+    memsets = _memset_table(columns, bases)
+    nodes = np.zeros(len(columns.kinds), np.uint64)
+    done = [0, 0, 0, 0]
+    changes = np.flatnonzero(np.diff(columns.kinds)) + 1
+    for start, end in zip([0, *changes.tolist()], [*changes.tolist(), len(nodes)], strict=True):
+        kind = int(columns.kinds[start])
+        first, last = done[kind], done[kind] + end - start
+        if kind == c.KERNEL:
+            nodes[start:end] = driver.add_kernel_nodes(graph, launches[first:last])
+        elif kind == c.MEMSET:
+            nodes[start:end] = driver.add_memset_nodes(graph, memsets[first:last], context)
+        elif kind == c.MEMCPY:
+            copies = [_memcpy_params(row, bases) for row in columns.memcpys[first:last]]
+            nodes[start:end] = [driver.add_memcpy_node(graph, params, context) for params in copies]
+        else:
+            nodes[start:end] = [driver.add_empty_node(graph) for _ in range(first, last)]
+        done[kind] = last
+    return nodes
+
+
+def _launch_table(columns: c.GraphColumns, functions: Mapping[Identity, int], pointers: np.ndarray) -> np.ndarray:
+    names, launches = columns.names, columns.launches
+    handles = np.array([functions[names.images[kernel.image], kernel.name] for kernel in names.kernels], np.uint64)
+    counts = columns.parameter_counts
+    table = np.zeros(len(launches), structs.KERNEL_NODE_PARAMS)
+    table["func"] = handles[launches["kernel"]]
+    for field in ("grid", "block", "shared"):
+        table[field] = launches[field]
+    table["kernel_params"] = pointers.ctypes.data + 8 * (np.cumsum(counts) - counts)
+    return table
+
+
+def _memset_table(columns: c.GraphColumns, bases: np.ndarray) -> np.ndarray:
+    rows = columns.memsets
+    table = np.zeros(len(rows), structs.MEMSET_NODE_PARAMS)
+    table["dst"] = bases[rows["region"]] + rows["offset"]
+    for field in ("pitch", "value", "element_size", "width", "height"):
+        table[field] = rows[field]
+    return table
+
+
+def _memcpy_params(row: np.void, bases: np.ndarray) -> structs.Memcpy3D:
+    params = structs.Memcpy3D()
+    params.src_type = params.dst_type = structs.MEMORY_TYPE_DEVICE
+    params.src_device = int(bases[row["src_region"]] + row["src_offset"])
+    params.dst_device = int(bases[row["dst_region"]] + row["dst_offset"])
+    for field in ("src_pitch", "src_height", "dst_pitch", "dst_height", "width", "height", "depth"):
+        setattr(params, field, int(row[field]))
+    return params
+
+
+def _attribute_rows(columns: c.GraphColumns, nodes: np.ndarray) -> list[tuple[int, int, bytes]]:
+    rows = columns.attributes
+    handles = nodes[rows["node"]].tolist()
+    values = [as_bytes(tuple(value)) for value in rows["value"].tolist()]
+    return list(zip(handles, rows["id"].tolist(), values, strict=True))
+
+
+def _records(edges: np.ndarray) -> np.ndarray:
+    data = np.zeros(len(edges), structs.EDGE_DATA)
+    for field in ("from_port", "to_port", "type"):
+        data[field] = edges[field]
+    return data
+
+
+def _add_edges(driver: Driver, graph: int, edges: np.ndarray, nodes: np.ndarray) -> None:
+    """One call for each distinct edge record: the driver applies the first of a call to all of its edges."""
+    data = _records(edges)
+    codes = data.view("<u8")
+    for code in np.unique(codes):
+        same = codes == code
+        driver.add_dependencies(graph, nodes[edges["source"][same]], nodes[edges["target"][same]], data[same])
+
+
+def _edge_problems(driver: Driver, graph: int, edges: np.ndarray, nodes: np.ndarray) -> list[Problem]:
+    sources, targets, data = driver.graph_edges(graph)
+    found = np.zeros(len(data), c.EDGES)
+    order = np.argsort(nodes)
+    for field, handles in (("source", sources), ("target", targets)):
+        found[field] = order[np.searchsorted(nodes, handles, sorter=order)]
+    for field in ("from_port", "to_port", "type"):
+        found[field] = data[field]
+    found.sort(order=list(c.EDGES.names or ()))
+    if np.array_equal(found, edges):
+        return []
+    if len(found) != len(edges):
+        return [Problem("edges", str(len(edges)), str(len(found)))]
+    first = int((found != edges).argmax())
+    return [Problem(f"edges[{first}]", str(edges[first]), str(found[first]))]
+
+
+def _attribute_problems(driver: Driver, columns: c.GraphColumns, nodes: np.ndarray) -> list[Problem]:
+    problems = []
+    for position, (node, attribute, wanted) in enumerate(_attribute_rows(columns, nodes)):
+        value = driver.node_attribute(node, attribute)
+        here = as_bytes(significant(KEPT[attribute], value)) if value is not None else b""
+        if here != wanted:
+            where = f"attributes[{position}], {KEPT[attribute].name}"
+            problems.append(Problem(where, wanted.hex(), here.hex() or "cannot be read"))
+    return problems

@@ -1,0 +1,166 @@
+"""The restoring half of the cuda backend: no torch, no model code, nothing captured again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from graphpack.archive.oci import blob_file
+from graphpack.archive.record import Layout, Record
+from graphpack.backends.cuda.columns import GraphColumns, decode, topology
+from graphpack.backends.cuda.device_memory import CudaMemory, own_region
+from graphpack.backends.cuda.driver import Driver, driver
+from graphpack.backends.cuda.executable import CudaGraph
+from graphpack.backends.cuda.images import Images, check_image, needs_of
+from graphpack.backends.cuda.placement import place
+from graphpack.backends.cuda.session import DeviceSession
+from graphpack.errors import CorruptArchiveError, Problem
+from graphpack.graph import Bucket, Region
+from graphpack.identity.environment import CudaDevice
+
+if TYPE_CHECKING:
+    from graphpack.models.weights import WeightSource
+    from graphpack.results import LoadRequest
+
+GRANULARITY = 2 << 20
+"""What device memory is mapped in."""
+ADDRESS_LIMIT = 1 << 47
+_CHECKING_THREADS = 8
+
+
+class CudaBackend:
+    """See `graphpack.backends.Backend`."""
+
+    def __init__(self, load: Callable[[], Driver] = driver) -> None:
+        self._load = load
+
+    def open(self, device: str) -> CudaSession:
+        """`device` is `cuda` or `cuda:I`."""
+        return CudaSession(int(device.partition(":")[2] or 0), self._load)
+
+
+class CudaSession:
+    """See `graphpack.backends.Session`."""
+
+    def __init__(self, ordinal: int, load: Callable[[], Driver]) -> None:
+        self._device = DeviceSession(ordinal, load)
+        self._columns: dict[Bucket, GraphColumns] = {}
+        self._contents: dict[str, bytes] = {}
+        self._files: dict[str, str] = {}
+        self._memory: CudaMemory | None = None
+        self._undo = ExitStack()
+        self._undo.callback(self._device.close)
+
+    def device(self) -> CudaDevice:
+        return self._device.described
+
+    def check_placement(self, layout: Layout) -> list[Problem]:
+        problems = []
+        if layout.granularity != GRANULARITY:
+            problems.append(Problem("layout.granularity", str(layout.granularity), f"{GRANULARITY} on a cuda device"))
+        if not 0 < layout.base < ADDRESS_LIMIT or not 0 < layout.bytes <= ADDRESS_LIMIT - layout.base:
+            sides = f"{layout.bytes} bytes at {layout.base:#x}", f"addresses up to {ADDRESS_LIMIT:#x}"
+            problems.append(Problem("layout.base", *sides))
+        return problems
+
+    def expected(self, layout: Layout, regions: Sequence[Region]) -> tuple[Region, ...]:
+        """`regions` where the layout has them, and with what capture alone can know: scratch, and the place of each."""
+        due = {region.name: region for region in regions}
+        found = []
+        for archived in layout.regions:
+            region = due.pop(archived.name, None)
+            if region is not None:
+                found.append(replace(region, offset=archived.offset, alignment=archived.alignment))
+            elif archived.kind == "scratch":
+                found.append(archived)
+        return (*found, *due.values())
+
+    def check_settings(self, record: Record, blobs: Mapping[str, bytes]) -> list[Problem]:  # noqa: ARG002
+        problems = []
+        if record.settings.cpu_isa is not None:
+            problems.append(Problem("settings.cpu_isa", record.settings.cpu_isa, "none on a cuda device", "save again"))
+        regions = {region.name: region.kind for region in record.layout.regions}
+        for position, graph in enumerate(record.graphs):
+            for kind, specs in (("input", graph.inputs), ("output", graph.outputs)):
+                problems += [
+                    Problem(f"graphs[{position}].{kind}s", name, f"no {kind} region of this name", "save again")
+                    for name in (own_region(graph.bucket, spec.name) for spec in specs)
+                    if regions.get(name) != kind
+                ]
+        return problems
+
+    def check_blobs(self, record: Record, blobs: Mapping[str, bytes]) -> None:
+        """Decode every graph and check every image. Raises CorruptArchiveError."""
+        problems = []
+        for position, graph in enumerate(record.graphs):
+            columns = decode(blobs[graph.object], blob_file(graph.object), record.layout.regions)
+            where = f"graphs[{position}]"
+            if topology(columns) != graph.topology:
+                problems.append(Problem(f"{where}.topology", graph.topology[:12], f"computed {topology(columns)[:12]}"))
+            if len(columns.kinds) != graph.nodes:
+                problems.append(Problem(f"{where}.nodes", str(graph.nodes), f"{len(columns.kinds)} in its object"))
+            if len(columns.names.images) != len(graph.images):
+                sides = str(len(graph.images)), f"{len(columns.names.images)} in its object"
+                problems.append(Problem(f"{where}.images", *sides))
+            for digest, blob in zip(columns.names.images, graph.images, strict=False):
+                self._contents[digest] = blobs[blob]
+                self._files[digest] = blob_file(blob)
+            self._columns[graph.bucket] = columns
+        if problems:
+            raise CorruptArchiveError("an object is not the graph that the record describes", problems)
+        self._check_images(record)
+
+    def _check_images(self, record: Record) -> None:
+        capability = record.environment.cuda.capability if record.environment.cuda else ""
+        with ThreadPoolExecutor(_CHECKING_THREADS, "graphpack-check") as pool:
+            found = pool.map(
+                lambda digest: check_image(self._contents[digest], digest, capability, self._files[digest]),
+                self._contents,
+            )
+            problems = [problem for some in found for problem in some]
+        if problems:
+            raise CorruptArchiveError("a kernel image breaks the policy for native code", problems)
+
+    def allocate(
+        self, record: Record, weights: WeightSource, constants: Mapping[str, bytes], request: LoadRequest
+    ) -> CudaMemory:
+        placement = place(record.layout, request.bind, scatter=request.scatter)
+        device = self._device
+        memory = CudaMemory(
+            device.driver, device.device, device.context, record.layout, placement, weights, constants, self.close
+        )
+        self._memory = memory
+        return memory
+
+    def rebuild(
+        self,
+        record: Record,
+        blobs: Mapping[str, bytes],  # noqa: ARG002 - checking has decoded them
+        request: LoadRequest,
+    ) -> dict[Bucket, CudaGraph]:
+        """Load the images and build the graphs, the smallest bucket first."""
+        device, memory = self._device, self._memory
+        if memory is None:
+            raise RuntimeError("graphs need memory: allocate comes first")
+        images = Images(device.driver, device.context)
+        self._undo.callback(images.close)
+        images.load(self._contents, needs_of(self._columns.values()), self._files)
+        device.driver.set_context(device.context)
+        graphs: dict[Bucket, CudaGraph] = {}
+        with ExitStack() as undo:
+            for graph in sorted(record.graphs, key=lambda graph: graph.bucket):
+                columns = self._columns[graph.bucket]
+                built = CudaGraph(device.driver, device.context, graph, columns, images.functions, memory)
+                undo.callback(built.close)
+                if not request.lazy_graphs:
+                    built.prepare()
+                graphs[graph.bucket] = built
+            undo.pop_all()
+        return graphs
+
+    def close(self) -> None:
+        """Closing twice is fine."""
+        self._undo.close()

@@ -1,0 +1,58 @@
+"""A device in use by one restore, from the moment its name is known: the driver starts while other things are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from graphpack.backends.cuda.device import read_device
+from graphpack.identity.environment import CudaDevice
+
+if TYPE_CHECKING:
+    from graphpack.backends.cuda.driver import Driver
+
+
+class DeviceSession:
+    """The device number `index`, described and given a context in threads of its own.
+
+    `load` gives the driver. Properties wait until the threads have come so far, and raise what stopped them there:
+    EnvironmentMismatchError without driver or device.
+    """
+
+    def __init__(self, index: int, load: Callable[[], Driver]) -> None:
+        pool = ThreadPoolExecutor(1, "graphpack-device")
+        self._index, self._load = index, load
+        self._described = pool.submit(read_device, index, load)
+        self._context = pool.submit(self._retain)
+        pool.shutdown(wait=False)
+        self._closed = False
+
+    def _retain(self) -> int:
+        self._described.result()
+        return self.driver.retain_context(self.device)
+
+    @property
+    def driver(self) -> Driver:
+        return self._load()
+
+    @property
+    def device(self) -> int:
+        return self.driver.device(self._index)
+
+    @property
+    def described(self) -> CudaDevice:
+        return self._described.result()
+
+    @property
+    def context(self) -> int:
+        """The primary context; the calling thread has still to make it current."""
+        return self._context.result()
+
+    def close(self) -> None:
+        """Give the context back. Closing twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._context.exception() is None:
+            self.driver.release_context(self.device)
