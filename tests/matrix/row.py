@@ -12,7 +12,7 @@ Edit = tuple[str, Any]
 
 A dotted path into the record (`graphs.0.tolerance`), or, after a prefix, into another document: `header:` the
 record's frame, `manifest:`, `index:`, `oci-layout:`. `content:` with the path of a digest in the record means the
-decompressed bytes of that blob.
+decompressed bytes of that blob. `store:` makes a blob of a media type and lists its digest at the path.
 """
 
 CUDA = {

@@ -97,7 +97,7 @@ IMAGES = (
     Row(
         field="graphs[].images",
         change="an image, of a cpu graph",
-        edits=((f"{_G}.images", ["f" * 64]), ("blobs", appended({**_UNKNOWN_BLOB, "media_type": _IMAGE}))),
+        edits=((f"store:{_G}.images", _IMAGE),),
     ),
 )
 

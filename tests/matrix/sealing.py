@@ -27,7 +27,7 @@ from tests.matrix.row import Edit, FromRecord, Row
 BLOBS = {"@object": "graphs.0.object", "@golden": "graphs.0.golden", "@constants": "constants"}
 """Names, in a path, of the places of blobs in their list, which is sorted by digest."""
 
-DOCUMENTS = ("header", "manifest", "index", "oci-layout", "content")
+DOCUMENTS = ("header", "manifest", "index", "oci-layout", "content", "store")
 
 
 def clone(base: Path, target: Path) -> Path:
@@ -54,6 +54,8 @@ def apply(archive: Path, row: Row) -> dict[str, Any]:
     new = copy.deepcopy(old)
     for path, value in edits["content"]:
         _replace_content(archive, new, path, value)
+    for path, media_type in edits["store"]:
+        _store_blob(archive, new, path, media_type)
     edit_record(new, edits["record"], old)
     data = frame(new, _version(new))
     data = _edit_header(data, edits["header"])
@@ -140,11 +142,24 @@ def _replace_content(archive: Path, record: dict[str, Any], path: str, change: A
     digest = _at(record, path)
     blob = next(blob for blob in record["blobs"] if blob["digest"] == digest)
     content = change(zstandard.ZstdDecompressor().decompress(blob_path(archive, digest).read_bytes()))
-    data = zstandard.ZstdCompressor(level=1, write_checksum=True, write_content_size=True).compress(content)
+    data = _compressed(content)
     _unlink(archive, digest)
     blob |= {"digest": _store(archive, data), "size": len(data), "content_size": len(content)}
     record["blobs"].sort(key=lambda blob: blob["digest"])
     _edit(record, [(path, blob["digest"])], record)
+
+
+def _store_blob(archive: Path, record: dict[str, Any], path: str, media_type: str) -> None:
+    content = b"something"
+    data = _compressed(content)
+    digest = _store(archive, data)
+    blob = {"digest": digest, "size": len(data), "content_size": len(content), "media_type": media_type}
+    record["blobs"] = sorted([*record["blobs"], blob], key=lambda blob: blob["digest"])
+    _edit(record, [(path, [digest])], record)
+
+
+def _compressed(content: bytes) -> bytes:
+    return zstandard.ZstdCompressor(level=1, write_checksum=True, write_content_size=True).compress(content)
 
 
 def _version(record: dict[str, Any]) -> tuple[int, int]:
