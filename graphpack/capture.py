@@ -127,7 +127,7 @@ class _Save:
             captured = self._capture(source, wanted)
         written = self._write(archive, wanted, captured)
         with self._stage("prove"):
-            self._notes += prove(archive.path, written.ref, self._model, source)
+            self._notes += prove(archive.path, written.ref, self._model, source, self._request.device)
         with self._stage("commit"):
             archive.commit(written.ref, self._name)
         seconds = {found.graph.bucket: found.seconds for found in captured.graphs}

@@ -24,24 +24,29 @@ POISON = 0xFE
 """What glibc fills new memory with under MALLOC_PERTURB_=1. 0xFF cannot be had: its complement, 0, means off."""
 
 
-def prove(archive: Path, ref: EntryRef, model: ResolvedModel, source: WeightSource) -> list[str]:
+def prove(archive: Path, ref: EntryRef, model: ResolvedModel, source: WeightSource, device: str) -> list[str]:
     """Restore and verify the uncommitted entry `ref` in a new process; notes worth printing.
 
+    On a device with memory of its own, every region is moved by another distance, unless the entry says that it
+    cannot be.
     Weights that a factory made in memory are written to a temporary directory for it.
     Raises the error the other process refused with, or GraphpackError if it died.
     """
     if model.source != "factory" or model.path is not None:
-        return _prove(archive, ref, str(model.path.resolve()) if model.path else "")
+        return _prove(archive, ref, str(model.path.resolve()) if model.path else "", device)
     with tempfile.TemporaryDirectory(prefix="graphpack-") as directory:
         tensors = {name: NewTensor(name, t.dtype, t.shape, [source.view(name)]) for name, t in source.tensors.items()}
         write_file(Path(directory) / SINGLE_NAME, tensors)
-        return _prove(archive, ref, directory)
+        return _prove(archive, ref, directory, device)
 
 
-def _prove(archive: Path, ref: EntryRef, weights: str) -> list[str]:
-    command = [sys.executable, "-P", "-m", "graphpack.proof", str(archive), ref.digest, str(ref.size), weights]
-    # Small blocks come from glibc's per-thread cache, which does not poison them, unless it is switched off.
-    tunables = {"MALLOC_PERTURB_": "1", "GLIBC_TUNABLES": "glibc.malloc.perturb=1:glibc.malloc.tcache_count=0"}
+def _prove(archive: Path, ref: EntryRef, weights: str, device: str) -> list[str]:
+    arguments = (str(archive), ref.digest, str(ref.size), weights, device)
+    command = [sys.executable, "-P", "-m", "graphpack.proof", *arguments]
+    # A device's memory is poisoned by whoever maps it. Small blocks of the host's come from glibc's per-thread cache,
+    # which does not poison them, unless it is switched off.
+    poisoned = {"MALLOC_PERTURB_": "1", "GLIBC_TUNABLES": "glibc.malloc.perturb=1:glibc.malloc.tcache_count=0"}
+    tunables = poisoned if device == "cpu" else {}
     environment = {**os.environ, **tunables, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
     try:
@@ -62,7 +67,7 @@ def _again(error: dict[str, Any]) -> GraphpackError:
     return kinds.get(error["kind"], GraphpackError)(error["message"], problems)
 
 
-def _main(archive: str, digest: str, size: str, weights: str) -> int:
+def _main(archive: str, digest: str, size: str, weights: str, device: str) -> int:
     from graphpack.config import Config
     from graphpack.restore import restore_entry
     from graphpack.results import LoadRequest, SilentObserver
@@ -70,11 +75,18 @@ def _main(archive: str, digest: str, size: str, weights: str) -> int:
     try:
         opened = Archive(Path(archive), oci.EMPTY_INDEX)
         entry = opened.read_entry(EntryRef("", digest, int(size)))
-        request = LoadRequest(archive=Path(archive), verify=True, weights={None: Path(weights)} if weights else {})
+        request = LoadRequest(
+            archive=Path(archive),
+            verify=True,
+            weights={None: Path(weights)} if weights else {},
+            device=device,
+            scatter=entry.record.entry.backend == "cuda" and entry.record.layout.relocatable,
+        )
         with restore_entry(opened, entry, request, Config(models={}), SilentObserver()) as model:
             if "torch" in sys.modules:
                 raise GraphpackError("restoring imported torch")
-            notes = [] if _poisoned() else ["scratch memory was not poisoned: the allocator is not glibc's"]
+            kept = device == "cpu" and not _poisoned()
+            notes = ["scratch memory was not poisoned: the allocator is not glibc's"] if kept else []
             print(json.dumps({"notes": notes, "verified": len(model.result.verified)}))
     except GraphpackError as error:
         print(json.dumps({"error": error.as_dict()}))
