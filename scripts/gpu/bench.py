@@ -1,0 +1,238 @@
+"""A big model on this GPU: capture beside restore, stages, bandwidths, the floor, replays beside torch's own graph.
+
+python scripts/gpu/bench.py 0.6b|1b|8b|compile [--quick]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from harness import WORK, Report, child, expect, graphpack, main
+
+DENSE = (1, 2, 4, *range(8, 129, 8))
+
+
+@dataclass(frozen=True)
+class Plan:
+    model: str
+    batch_sizes: tuple[int, ...]
+    compared: tuple[int, ...]
+    floor_ratio: float
+    compiled: bool = False
+
+
+PLANS = {
+    "0.6b": Plan("qwen3-0.6b", DENSE, (1, 8, 32, 128), 2.0),
+    "1b": Plan("llama-3.2-1b", DENSE, (1, 8, 32, 128), 2.0),
+    "8b": Plan("qwen3-8b", (1, 2, 4, 8, 16, 24, 32), (1, 8, 32), 1.5),
+    "compile": Plan("qwen3-0.6b", (1, 8, 32, 128), (1, 8, 32, 128), 2.0, compiled=True),
+}
+SEQ_LEN = 256
+RUNS = 7
+
+PINNED = """
+import json, sys, time
+from graphpack.backends.cuda.driver import driver
+from graphpack.backends.cuda.host import HostBuffer
+cuda = driver(); device = cuda.device(0); cuda.set_context(cuda.retain_context(device))
+size = 1 << 30
+buffer = HostBuffer(cuda, size)
+step = cuda.granularity(device)
+base = cuda.reserve(size); handle = cuda.create_memory(size, device)
+cuda.map_memory(base, size, handle); cuda.allow_access(base, size, device)
+stream = cuda.create_stream(); rates = []
+for _ in range(6):
+    start = time.perf_counter()
+    for _ in range(4): cuda.copy_to_device_async(base, buffer.address, size, stream)
+    cuda.synchronize_stream(stream)
+    rates.append(4 * size / (time.perf_counter() - start) / 1e9)
+print(json.dumps(max(rates)))
+"""
+
+FLOOR = """
+import ctypes, json, os, time
+cuda = ctypes.CDLL("libcuda.so.1")
+assert cuda.cuInit(0) == 0
+context = ctypes.c_void_p()
+assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+print(json.dumps(time.time() - float(os.environ["START"])))
+"""
+
+# The restore as a user makes it, timed from the start of the process.
+COLD = """
+import json, os, sys, time
+begin = float(os.environ["START"])
+import graphpack
+imported = time.time() - begin
+model = graphpack.load(sys.argv[1], weights=sys.argv[2])
+restored = time.time() - begin
+logits = model.step([1], [0])
+first = time.time() - begin
+print(json.dumps({"imported": imported, "restored": restored, "first token": first, "stages": model.result.stages,
+                  "weights": model.result.weights_mode, "torch": "torch" in sys.modules,
+                  "argmax": int(logits.numpy()[0].argmax())}))
+"""
+
+# The same with a clock in each part, which costs a little itself.
+PARTS = """
+import json, sys, time
+import graphpack
+from graphpack.backends.cuda import driver, executable, images, upload
+spent = {}
+def timed(owner, name):
+    inner = getattr(owner, name)
+    def outer(*given, **more):
+        start = time.perf_counter()
+        try: return inner(*given, **more)
+        finally: spent[name] = spent.get(name, 0.0) + time.perf_counter() - start
+    setattr(owner, name, outer)
+timed(images.Images, "load"); timed(executable, "build_graph"); timed(driver.Driver, "instantiate")
+timed(upload.Upload, "_run"); timed(driver.Driver, "retain_context"); timed(driver.Driver, "reserve")
+timed(driver.Driver, "create_memory"); timed(driver.Driver, "map_memory"); timed(driver.Driver, "allow_access")
+timed(driver.Driver, "register_host")
+verify = sys.argv[3] == "verify"
+start = time.perf_counter()
+model = graphpack.load(sys.argv[1], weights=sys.argv[2], verify=verify)
+total = time.perf_counter() - start
+nodes = sum(graph.nodes for graph in model.record.graphs)
+print(json.dumps({"total": total, "nodes": nodes, "graphs": len(model.record.graphs), "spent": spent,
+                  "us a node": (spent["build_graph"] + spent["instantiate"]) / nodes * 1e6,
+                  "weights GB/s": model.record.weights.bytes / spent["_run"] / 1e9, "stages": model.result.stages,
+                  "identical": all(one.bit_identical for one in model.result.verified)}))
+"""
+
+# torch's own graphs and the restored ones in one process that CUPTI is not in.
+REPLAY = """
+import json, statistics, sys, time
+import torch
+import graphpack
+from graphpack.graph import Bucket
+from graphpack.models.registry import resolve
+archive, checkpoint, compared, seq, slots, runs, compiled = sys.argv[1:]
+compared, seq, slots, runs = [int(b) for b in compared.split(",")], int(seq), int(slots), int(runs)
+model = resolve(checkpoint); source = model.open_weights(); step = model.build(source, model.stored_dtype)
+dtype = getattr(torch, model.stored_dtype)
+modules = {b: step.module_for(Bucket(b, seq)) for b in compared}
+for module in modules.values(): module.to("cuda")
+state = [torch.zeros(s.shape, dtype=getattr(torch, s.dtype), device="cuda") for s in step.state(slots, seq)]
+stream = torch.cuda.Stream(); pool = torch.cuda.graph_pool_handle(); native = {}; seconds = {}
+with torch.no_grad():
+    for b in reversed(compared):
+        start = time.perf_counter()
+        run = torch.compile(modules[b], dynamic=False, fullgraph=True) if compiled == "True" else modules[b]
+        given = [torch.zeros(b, dtype=torch.int64, device="cuda") for _ in range(3)]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2): run(*given, *state)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream): kept = run(*given, *state)
+        torch.cuda.synchronize()
+        seconds[b] = time.perf_counter() - start
+        native[b] = (graph, given, kept)
+restored = graphpack.load(archive, weights=checkpoint)
+cuda = restored._memory._driver
+def time_native(b, n):
+    graph = native[b][0]
+    graph.replay(); torch.cuda.synchronize(); start = time.perf_counter()
+    for _ in range(n): graph.replay()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / n * 1e3
+def time_restored(b, n):
+    executable = restored._graphs[Bucket(b, seq)][1]
+    stream = restored._memory.stream
+    executable.launch(); cuda.synchronize_stream(stream); start = time.perf_counter()
+    for _ in range(n): executable.launch()
+    cuda.synchronize_stream(stream)
+    return (time.perf_counter() - start) / n * 1e3
+rows = {}
+for b in compared:
+    ours, theirs = [], []
+    for _ in range(runs):
+        theirs.append(time_native(b, 40)); ours.append(time_restored(b, 40))
+    rows[b] = {"torch ms": statistics.median(theirs), "restored ms": statistics.median(ours),
+               "ratio": statistics.median(ours) / statistics.median(theirs)}
+print(json.dumps({"replay": rows, "torch capture s": seconds}))
+"""
+
+
+def bench(report: Report) -> None:
+    name = sys.argv[1]
+    plan = PLANS[name]
+    checkpoint, archive = WORK / plan.model, WORK / f"{plan.model}-{name}.archive"
+    shutil.rmtree(archive, ignore_errors=True)
+    if not checkpoint.exists():
+        with report.check("make the checkpoint"):
+            made = graphpack("models", "make", plan.model, str(checkpoint))
+            report.put("checkpoint", {"seconds": made["wall"]})
+    for file in checkpoint.glob("*.safetensors"):
+        subprocess.run(["/bin/cat", str(file)], stdout=subprocess.DEVNULL, check=True)
+    weights = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+    with report.check("save"):
+        _save(report, plan, str(checkpoint), str(archive))
+    with report.check("pinned bandwidth"):
+        report.put("pinned GB/s", child(PINNED))
+    with report.check("floor and cold start"):
+        _cold_start(report, plan, str(checkpoint), str(archive), weights)
+    with report.check("parts"):
+        parts = [child(PARTS, str(archive), str(checkpoint), "plain") for _ in range(3)]
+        report.put("parts", parts)
+    with report.check("replay beside torch"):
+        compared = ",".join(str(batch) for batch in plan.compared)
+        numbers = (str(SEQ_LEN), str(max(plan.batch_sizes) + 1), str(RUNS), str(plan.compiled))
+        answer = child(REPLAY, str(archive), str(checkpoint), compared, *numbers, timeout=200)
+        report.put("replay", answer)
+        worst = max(row["ratio"] for row in answer["replay"].values())
+        expect(worst <= 1.02, f"a restored graph replays {worst:.3f} times as long as torch's")
+    with report.check("verify"):
+        answer = child(PARTS, str(archive), str(checkpoint), "verify", timeout=200)
+        report.put("verify", answer)
+        expect(answer["identical"], "a bucket is not bit-identical")
+
+
+def _save(report: Report, plan: Plan, checkpoint: str, archive: str) -> None:
+    options = ["--device", "cuda", "--batch-sizes", ",".join(map(str, plan.batch_sizes)), "--seq-lens", str(SEQ_LEN)]
+    with tempfile.TemporaryDirectory() as caches:
+        environment = {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/i", "TRITON_CACHE_DIR": f"{caches}/t"}
+        options += ["--compile"] if plan.compiled else []
+        saved = graphpack("save", checkpoint, archive, *options, timeout=500, environment=environment)
+    if saved["status"]:
+        raise RuntimeError(json.dumps(saved, indent=1))
+    seconds = [graph["seconds_capture"] for graph in saved["graphs"]]
+    figures: dict[str, Any] = {"capture s, all buckets": sum(seconds), "capture s, each": seconds}
+    figures |= {"nodes": sum(graph["nodes"] for graph in saved["graphs"]), "bytes": saved["bytes_written"]}
+    report.put("save", {**figures, "stages": saved["stages"], "wall": saved["wall"]})
+
+
+def _cold_start(report: Report, plan: Plan, checkpoint: str, archive: str, weights: int) -> None:
+    pinned = report.values["pinned GB/s"] * 1e9
+    floors = [_started(FLOOR) for _ in range(3)]
+    floor = min(floors) + weights / pinned
+    cold = [_started(COLD, archive, checkpoint) for _ in range(5)]
+    best = min(cold, key=lambda one: one["first token"])
+    report.put("bare start, cuInit, context s", floors)
+    report.put("floor s", floor)
+    report.put("cold starts", cold)
+    report.put("first token over floor", best["first token"] / floor)
+    captured = report.values.get("save", {}).get("capture s, all buckets")
+    if captured:
+        report.put("capture over restore", captured / sum(best["stages"].values()))
+    expect(not best["torch"], "restoring imported torch")
+    expect(best["first token"] <= plan.floor_ratio * floor, "the first token comes too late")
+
+
+def _started(code: str, *arguments: str) -> Any:
+    return child(code, *arguments, environment={"START": repr(time.time())})
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    main(bench, f"bench-{sys.argv[1]}")
