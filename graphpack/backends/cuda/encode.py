@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,29 +15,42 @@ from graphpack.errors import CaptureRefusedError, Problem
 
 _MOST_PROBLEMS = 16
 
+Identity = tuple[str, str]
+"""The digest of an image and a kernel's name."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The dynamic shared memory that a kernel needs in any of the entry's graphs, by (image, name).
+    """A kernel's attributes, the same for the graphs of all buckets, which share it: see `limits_of`."""
 
-    A function has one limit, and the graphs of all buckets share it.
-    """
+    max_dynamic_shared: int
+    carveout: int
+    non_portable_cluster: bool
 
-    needs: Mapping[tuple[str, str], int]
+    def joined(self, other: Limits) -> Limits:
+        return Limits(
+            max(self.max_dynamic_shared, other.max_dynamic_shared),
+            max(self.carveout, other.carveout),
+            self.non_portable_cluster or other.non_portable_cluster,
+        )
 
-    @classmethod
-    def of(cls, graphs: list[WalkedGraph]) -> Limits:
-        needs: dict[tuple[str, str], int] = {}
-        for graph in graphs:
-            for node in graph.nodes:
-                if isinstance(node, Launch):
-                    key = _identity(node.function)
-                    needs[key] = max(needs.get(key, 0), node.function.max_dynamic_shared, node.shared)
-        return cls(needs)
+
+def limits_of(graphs: Iterable[WalkedGraph]) -> dict[Identity, Limits]:
+    """What all graphs together need of each kernel. A kernel loaded twice counts as one."""
+    limits: dict[Identity, Limits] = {}
+    for graph in graphs:
+        for node in graph.nodes:
+            if isinstance(node, Launch):
+                own = node.function
+                needed = max(own.max_dynamic_shared, node.shared)
+                found = Limits(needed, own.carveout, own.non_portable_cluster)
+                key = _identity(own)
+                limits[key] = limits[key].joined(found) if key in limits else found
+    return limits
 
 
 def encode_graph(
-    graph: WalkedGraph, limits: Limits, regions: RegionMap, pointer_range: PointerRange, name: str
+    graph: WalkedGraph, limits: Mapping[Identity, Limits], regions: RegionMap, pointer_range: PointerRange, name: str
 ) -> GraphColumns:
     """The columns of a graph, which name only the regions it uses.
 
@@ -71,12 +84,13 @@ def encode_graph(
     return _pruned(replace(columns, words=words, parameters=parameters))
 
 
-def _identity(function: Function) -> tuple[str, str]:
+def _identity(function: Function) -> Identity:
     return function.image.digest, function.name
 
 
-def _add_launch(builder: ColumnsBuilder, node: Launch, limits: Limits) -> None:
+def _add_launch(builder: ColumnsBuilder, node: Launch, limits: Mapping[Identity, Limits]) -> None:
     function = node.function
+    shared = limits[_identity(function)]
     builder.add_launch(
         image=function.image.digest,
         name=function.name,
@@ -85,9 +99,9 @@ def _add_launch(builder: ColumnsBuilder, node: Launch, limits: Limits) -> None:
         grid=node.grid,
         block=node.block,
         shared=node.shared,
-        max_dynamic_shared=limits.needs[_identity(function)],
-        carveout=function.carveout,
-        non_portable_cluster=function.non_portable_cluster,
+        max_dynamic_shared=shared.max_dynamic_shared,
+        carveout=shared.carveout,
+        non_portable_cluster=shared.non_portable_cluster,
         attributes=node.attributes,
     )
 

@@ -176,8 +176,13 @@ def _candidates() -> Iterator[Path]:
     nvidia = importlib.util.find_spec("nvidia")
     packages: Sequence[str] = (nvidia.submodule_search_locations or ()) if nvidia else ()
     for package in packages:
-        yield from sorted(Path(package).glob("*/lib/libcupti.so.*"), reverse=True)
+        yield from sorted(Path(package).glob("*/lib/libcupti.so.*"), key=_version, reverse=True)
     yield from sorted(Path("/usr/local").glob("cuda*/extras/CUPTI/lib64/libcupti.so"), reverse=True)
+
+
+def _version(path: Path) -> tuple[int, ...]:
+    """The numbers at the end of a library's name."""
+    return tuple(int(number) for number in re.findall(r"\d+", path.name))
 
 
 def _check(cupti: Any, status: int, call: str) -> None:

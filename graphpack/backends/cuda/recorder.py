@@ -17,7 +17,7 @@ from graphpack.archive.record import Layout
 from graphpack.backends.cuda import columns as c
 from graphpack.backends.cuda.audit import RegionMap
 from graphpack.backends.cuda.driver import driver
-from graphpack.backends.cuda.encode import Limits, encode_graph
+from graphpack.backends.cuda.encode import encode_graph, limits_of
 from graphpack.backends.cuda.listener import listener
 from graphpack.backends.cuda.memory import TorchMemory
 from graphpack.backends.cuda.space import BASE_STEP, Space, base_of
@@ -159,7 +159,7 @@ class MemoryRecorder:
             walker.close()
         regions = self._regions(live)
         arena = RegionMap(self.space.base, self.space.bytes, regions)
-        limits = Limits.of(list(walked.values()))
+        limits = limits_of(walked.values())
         columns = {
             name: encode_graph(graph, limits, arena, self._driver.pointer_range, name) for name, graph in walked.items()
         }

@@ -12,7 +12,7 @@ from graphpack.backends.cuda import columns as c
 from graphpack.backends.cuda import structs
 from graphpack.backends.cuda.audit import RegionMap
 from graphpack.backends.cuda.driver import Driver
-from graphpack.backends.cuda.encode import Limits, encode_graph
+from graphpack.backends.cuda.encode import encode_graph, limits_of
 from graphpack.backends.cuda.spans import raw
 from graphpack.backends.cuda.walk import WalkedGraph, Walker
 from tests.backends.cuda.captured import CapturingDriver, FakeFunction
@@ -44,7 +44,7 @@ def walked(driver: CapturingDriver) -> WalkedGraph:
 
 def encoded(driver: CapturingDriver, allocations: Any = lambda _: None) -> c.GraphColumns:
     graph = walked(driver)
-    columns = encode_graph(graph, Limits.of([graph]), REGIONS, allocations, "1x8")
+    columns = encode_graph(graph, limits_of([graph]), REGIONS, allocations, "1x8")
     # What was written reads back the same, so that it also passes the reader's checks.
     again = c.decode(c.encode(columns), "a graph", REGIONS.regions)
     assert c.topology(again) == c.topology(columns)
@@ -86,7 +86,7 @@ def test_the_limit_counts_launches_of_all_graphs(driver: CapturingDriver) -> Non
     driver.kernel(GEMM, [bytes(64), bytes(8)])
     first = walked(driver)
     driver.kernel(GEMM, [bytes(64), bytes(8)], shared=5000)
-    limits = Limits.of([first, walked(driver)])
+    limits = limits_of([first, walked(driver)])
     (kernel,) = encode_graph(first, limits, REGIONS, lambda _: None, "1x8").names.kernels
     assert kernel.max_dynamic_shared == 5000
 
