@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 
 import torch
 
@@ -61,6 +62,7 @@ def capture(
     captured: list[CapturedGraph] = []
     with tempfile.TemporaryDirectory(prefix="graphpack-") as scratch, ThreadPoolExecutor(_COMPILERS) as pool:
         running: list[tuple[Bucket, TracedStep, float, Future[bytes]]] = []
+        stop = Event()
         try:
             for bucket in sorted(buckets, reverse=True):
                 start = time.perf_counter()
@@ -71,7 +73,7 @@ def capture(
                 directory.mkdir()
                 generate(traced, isa, directory)
                 name = object_name(settings_digest(settings), traced.topology)
-                running.append((bucket, traced, start, pool.submit(build, directory, name)))
+                running.append((bucket, traced, start, pool.submit(build, directory, name, stop)))
             for bucket, traced, start, code in running:
                 graph = CapturedGraph(
                     bucket=bucket,
@@ -87,6 +89,7 @@ def capture(
                 captured.append(graph)
                 done(graph)
         except BaseException:
+            stop.set()
             for *_, code in running:
                 code.cancel()
             raise

@@ -10,10 +10,12 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -111,10 +113,10 @@ def _operation(node: torch.fx.Node) -> str:
     return str(node.target._schema.name) if isinstance(node.target, torch._ops.OpOverload) else ""
 
 
-def build(directory: Path, name: str) -> bytes:
+def build(directory: Path, name: str, stop: Event) -> bytes:
     """Compile and link what `generate` wrote into an object of this SONAME; its bytes, executable-stack flag cleared.
 
-    Raises CaptureRefusedError if there is no compiler, GraphpackError if it fails.
+    Raises CaptureRefusedError if there is no compiler, GraphpackError if it fails or `stop` is set before it is done.
     """
     flags = json.loads((directory / f"{GENERATED_NAME}.wrapper_linker_flags.json").read_text())
     includes = Path(torch.__file__).parent / "include"
@@ -139,14 +141,33 @@ def build(directory: Path, name: str) -> bytes:
         "-o",
         "step.so",
     ]
-    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, errors="replace", check=False)
-    if done.returncode:
-        raise GraphpackError(f"{command[0]} failed on generated code:\n{done.stderr[-4000:]}")
+    _compile(command, directory, stop)
     code = clear_executable_stack((directory / "step.so").read_bytes())
     problems = check_object(code, os.uname().machine, "the compiled object")
     if problems:
         raise CaptureRefusedError("the compiled object breaks the policy for native code", problems)
     return code
+
+
+def _compile(command: list[str], directory: Path, stop: Event) -> None:
+    # In a session of its own the compiler and the programs it starts can be ended together; what they leave behind
+    # lies in the directory, which goes too.
+    environment = {**os.environ, "TMPDIR": str(directory)}
+    process = subprocess.Popen(
+        command, cwd=directory, env=environment, start_new_session=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
+    )  # fmt: skip
+    while True:
+        try:
+            _, said = process.communicate(timeout=0.1)
+            break
+        except subprocess.TimeoutExpired:
+            if stop.is_set():
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+                raise GraphpackError("the save was stopped") from None
+    if process.returncode:
+        raise GraphpackError(f"{command[0]} failed on generated code:\n{said[-4000:]}")
 
 
 def symbol_versions(code: bytes) -> set[str]:
