@@ -98,7 +98,7 @@ class Driver(Library):
 
     def elapsed_ms(self, start: int, end: int) -> float:
         value = c_float()
-        self._call("cuEventElapsedTime", byref(value), start, end)
+        self._call("cuEventElapsedTime_v2", byref(value), start, end)
         return value.value
 
     # --- memory

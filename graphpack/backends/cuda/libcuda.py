@@ -35,7 +35,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuEventDestroy_v2": (_P,),
     "cuEventRecord": (_P, _P),
     "cuEventSynchronize": (_P,),
-    "cuEventElapsedTime": (_P, _P, _P),
+    "cuEventElapsedTime_v2": (_P, _P, _P),
     "cuMemGetInfo_v2": (_P, _P),
     "cuMemAddressReserve": (_P, _SIZE, _SIZE, _U64, _U64),
     "cuMemAddressFree": (_U64, _SIZE),

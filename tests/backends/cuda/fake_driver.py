@@ -1,0 +1,452 @@
+"""A driver made of Python: memory is bytearrays, images are small documents, launches run when they are waited for.
+
+It keeps the rules of the real one that graphpack relies on: a thread needs a current context, addresses need memory
+and access, an edge record counts for its whole call, and launches are held to the limits of their function.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import itertools
+import json
+import threading
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from graphpack.backends.cuda import structs
+from graphpack.backends.cuda.driver import Driver
+from graphpack.backends.cuda.libcuda import CudaError
+
+MIB = 1 << 20
+GRANULARITY = 2 * MIB
+RESERVE_STEP = 32 * MIB
+ELF = b"\x7fELF\x02\x01\x01\x41\x08" + bytes(7) + b"\x02\x00\xbe\x00\x01\x00\x00\x00" + bytes(24)
+NAMES = {1: "INVALID_VALUE", 2: "OUT_OF_MEMORY", 200: "INVALID_IMAGE", 201: "INVALID_CONTEXT", 208: "ALREADY_MAPPED"}
+NAMES |= {400: "INVALID_HANDLE", 500: "NOT_FOUND", 700: "ILLEGAL_ADDRESS", 712: "HOST_MEMORY_ALREADY_REGISTERED"}
+DEFAULT_SHARED = 49152
+
+
+def image(kernels: dict[str, dict[str, Any]], processor: int = 90) -> bytes:
+    """An image whose kernels are `{"parameters": [[offset, size], ...], "add": n}`: target[i] = source[i] + n over
+    `count` bytes, for parameters (target, source, count)."""
+    text = json.dumps(kernels).encode()
+    header = ELF + (processor << 8 | 0x06000004).to_bytes(4, "little") + bytes(12)
+    return header + len(text).to_bytes(8, "little") + text
+
+
+ADD = [[0, 8], [8, 8], [16, 4]]
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@dataclass
+class Function:
+    name: str
+    image: str
+    parameters: list[tuple[int, int]]
+    add: int
+    attributes: dict[int, int] = field(default_factory=lambda: {structs.FUNC_MAX_DYNAMIC_SHARED: DEFAULT_SHARED})
+
+
+@dataclass
+class Node:
+    kind: int
+    details: Any
+    attributes: dict[int, bytes] = field(default_factory=dict)
+
+
+@dataclass
+class Graph:
+    nodes: list[int] = field(default_factory=list)
+    edges: dict[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
+
+
+class FakeDriver(Driver):
+    """`calls` counts the calls by name; `held` says what was not given back."""
+
+    def __init__(self, *, memory: int = 1 << 30, devices: int = 1, capability: tuple[int, int] = (9, 0)) -> None:
+        self.calls: Counter[str] = Counter()
+        self.free = self.total = memory
+        self.devices = devices
+        self.attributes = {75: capability[0], 76: capability[1], 16: 132, 113: 1}
+        self.lock_status = 0
+        self.reserved: dict[int, int] = {}
+        self.memory: dict[int, bytearray] = {}
+        self.mapped: dict[int, int] = {}
+        self.open: set[int] = set()
+        self.locked: dict[int, int] = {}
+        self.libraries: dict[int, dict[str, int]] = {}
+        self.functions: dict[int, Function] = {}
+        self.graphs: dict[int, Graph] = {}
+        self.nodes: dict[int, Node] = {}
+        self.executables: dict[int, Graph] = {}
+        self.streams: dict[int, list[Callable[[], None]]] = {}
+        self.events: dict[int, int] = {}
+        self.retained = 0
+        self.fault = 0
+        self._handles = itertools.count(0x1000, 16)
+        self._thread = threading.local()
+        self._lock = threading.RLock()
+
+    def held(self) -> dict[str, int]:
+        things = ("reserved", "memory", "mapped", "locked", "libraries", "graphs", "executables", "streams", "events")
+        found = {name: len(getattr(self, name)) for name in things} | {"contexts": self.retained}
+        return {name: count for name, count in found.items() if count}
+
+    def _enter(self, call: str) -> None:
+        self.calls[call] += 1
+        if not getattr(self._thread, "context", 0):
+            self._fail(call, 201)
+
+    def _fail(self, call: str, status: int) -> None:
+        raise CudaError(call, status, f"CUDA_ERROR_{NAMES[status]}")
+
+    def _new(self) -> int:
+        return next(self._handles)
+
+    # --- devices
+
+    def version(self) -> int:
+        return 13000
+
+    def device_count(self) -> int:
+        return self.devices
+
+    def device(self, ordinal: int) -> int:
+        return ordinal
+
+    def device_name(self, device: int) -> str:
+        return "Fake H200"
+
+    def device_attribute(self, device: int, attribute: int) -> int:
+        return self.attributes[attribute]
+
+    def total_memory(self, device: int) -> int:
+        return self.total
+
+    def retain_context(self, device: int) -> int:
+        self.retained += 1
+        return 0xC0
+
+    def release_context(self, device: int) -> None:
+        self.retained -= 1
+
+    def set_context(self, context: int) -> None:
+        self._thread.context = context
+
+    def synchronize(self) -> None:
+        self._enter("synchronize")
+        for stream in list(self.streams):
+            self._drain(stream)
+
+    # --- streams and events
+
+    def create_stream(self) -> int:
+        self._enter("create_stream")
+        stream = self._new()
+        self.streams[stream] = []
+        return stream
+
+    def destroy_stream(self, stream: int) -> None:
+        self._drain(stream)
+        del self.streams[stream]
+
+    def _drain(self, stream: int) -> None:
+        with self._lock:
+            queue, self.streams[stream] = self.streams[stream], []
+            for work in queue:
+                work()
+
+    def synchronize_stream(self, stream: int) -> None:
+        self._enter("synchronize_stream")
+        self._drain(stream)
+
+    def create_event(self, *, timing: bool = False) -> int:
+        event = self._new()
+        self.events[event] = 0
+        return event
+
+    def destroy_event(self, event: int) -> None:
+        del self.events[event]
+
+    def record_event(self, event: int, stream: int) -> None:
+        self.events[event] = stream
+
+    def synchronize_event(self, event: int) -> None:
+        if self.events[event]:
+            self._drain(self.events[event])
+
+    # --- memory
+
+    def memory_info(self) -> tuple[int, int]:
+        self._enter("memory_info")
+        return self.free, self.total
+
+    def granularity(self, device: int) -> int:
+        return GRANULARITY
+
+    def reserve(self, size: int, address: int = 0, alignment: int = 0) -> int:
+        self._enter("reserve")
+        taken = sorted(self.reserved.items())
+        start = address or 0x7000_0000_0000
+        start = -(-start // RESERVE_STEP) * RESERVE_STEP
+        while any(start < at + length and at < start + size for at, length in taken):
+            start = 0x7000_0000_0000 if start < 0x7000_0000_0000 else start + RESERVE_STEP
+        self.reserved[start] = size
+        return start
+
+    def free_addresses(self, address: int, size: int) -> None:
+        assert self.reserved.pop(address) == size
+        assert not any(address <= at < address + size for at in self.mapped), "freed addresses are mapped"
+
+    def create_memory(self, size: int, device: int) -> int:
+        self._enter("create_memory")
+        if size > self.free or size % GRANULARITY:
+            self._fail("cuMemCreate", 2 if size > self.free else 1)
+        self.free -= size
+        handle = self._new()
+        self.memory[handle] = bytearray(size)
+        return handle
+
+    def release_memory(self, handle: int) -> None:
+        assert handle not in self.mapped.values(), "released memory is mapped"
+        self.free += len(self.memory.pop(handle))
+
+    def map_memory(self, address: int, size: int, handle: int) -> None:
+        if not any(at <= address and address + size <= at + length for at, length in self.reserved.items()):
+            self._fail("cuMemMap", 1)
+        if any(address < at + len(self.memory[h]) and at < address + size for at, h in self.mapped.items()):
+            self._fail("cuMemMap", 208)
+        self.mapped[address] = handle
+
+    def unmap_memory(self, address: int, size: int) -> None:
+        del self.mapped[address]
+        self.open.discard(address)
+
+    def allow_access(self, address: int, size: int, device: int) -> None:
+        self.open.add(address)
+
+    def span(self, address: int, size: int) -> memoryview:
+        """Device memory; ILLEGAL_ADDRESS for what is not mapped or not accessible."""
+        starts = sorted(self.open)
+        at = starts[bisect_right(starts, address) - 1] if starts else 0
+        data = self.memory.get(self.mapped.get(at, 0), bytearray())
+        if not at <= address <= address + size <= at + len(data):
+            self._fail("device", 700)
+        return memoryview(data)[address - at : address - at + size]
+
+    def write(self, address: int, data: bytes) -> None:
+        self.span(address, len(data))[:] = data
+
+    def read(self, address: int, size: int) -> bytes:
+        return bytes(self.span(address, size))
+
+    def copy_to_device(self, target: int, source: int, size: int) -> None:
+        self._enter("copy_to_device")
+        self.write(target, ctypes.string_at(source, size))
+
+    def copy_to_host(self, target: int, source: int, size: int) -> None:
+        self._enter("copy_to_host")
+        ctypes.memmove(target, self.read(source, size), size)
+
+    def copy_to_device_async(self, target: int, source: int, size: int, stream: int) -> None:
+        self._enter("copy_to_device_async")
+
+        def work() -> None:
+            assert self._is_locked(source, size), "host memory was unlocked before it was copied"
+            self.write(target, ctypes.string_at(source, size))
+
+        self.streams[stream].append(work)
+
+    def copy_to_host_async(self, target: int, source: int, size: int, stream: int) -> None:
+        self._enter("copy_to_host_async")
+
+        def work() -> None:
+            ctypes.memmove(target, self.read(source, size), size)
+
+        self.streams[stream].append(work)
+
+    def fill_async(self, target: int, byte: int, size: int, stream: int) -> None:
+        self._enter("fill_async")
+        self.streams[stream].append(lambda: self.write(target, bytes([byte]) * size))
+
+    def register_host(self, address: int, size: int, *, read_only: bool = False) -> None:
+        self._enter("register_host")
+        if read_only and self.lock_status:
+            self._fail("cuMemHostRegister_v2", self.lock_status)
+        with self._lock:
+            if any(address < at + length and at < address + size for at, length in self.locked.items()):
+                self._fail("cuMemHostRegister_v2", 712)
+            self.locked[address] = size
+
+    def unregister_host(self, address: int) -> None:
+        self._enter("unregister_host")
+        del self.locked[address]
+
+    def _is_locked(self, address: int, size: int) -> bool:
+        return any(at <= address and address + size <= at + length for at, length in self.locked.items())
+
+    # --- kernels
+
+    def load_library(self, code: int) -> int:
+        self._enter("load_library")
+        if ctypes.string_at(code, 4) != b"\x7fELF":
+            self._fail("cuLibraryLoadData", 200)
+        length = int.from_bytes(ctypes.string_at(code + 64, 8), "little")
+        data = ctypes.string_at(code, 72 + length)
+        found: dict[str, int] = {}
+        with self._lock:
+            for name, kernel in json.loads(data[72:]).items():
+                found[name] = handle = self._new()
+                layout = [(offset, size) for offset, size in kernel["parameters"]]
+                self.functions[handle] = Function(name, digest(data), layout, kernel["add"])
+            library = self._new()
+            self.libraries[library] = found
+        return library
+
+    def unload_library(self, library: int) -> None:
+        for handle in self.libraries.pop(library).values():
+            del self.functions[handle]
+
+    def library_kernel(self, library: int, name: str) -> int:
+        self._enter("library_kernel")
+        if name not in self.libraries[library]:
+            self._fail("cuLibraryGetKernel", 500)
+        return self.libraries[library][name]
+
+    def kernel_function(self, kernel: int) -> int:
+        self._enter("kernel_function")
+        return kernel
+
+    def function_attribute(self, function: int, attribute: int) -> int:
+        return self.functions[function].attributes.get(attribute, 0)
+
+    def set_function_attribute(self, function: int, attribute: int, value: int) -> None:
+        self._enter("set_function_attribute")
+        self.functions[function].attributes[attribute] = value
+
+    def function_parameters(self, function: int) -> tuple[tuple[int, int], ...]:
+        return tuple(self.functions[function].parameters)
+
+    # --- graphs
+
+    def create_graph(self) -> int:
+        self._enter("create_graph")
+        handle = self._new()
+        self.graphs[handle] = Graph()
+        return handle
+
+    def destroy_graph(self, graph: int) -> None:
+        for node in self.graphs.pop(graph).nodes:
+            del self.nodes[node]
+
+    def _add(self, graph: int, kind: int, details: Any) -> int:
+        node = self._new()
+        self.nodes[node] = Node(kind, details)
+        self.graphs[graph].nodes.append(node)
+        return node
+
+    def add_kernel_nodes(self, graph: int, table: np.ndarray) -> np.ndarray:
+        self._enter("add_kernel_nodes")
+        handles = []
+        for row in table:
+            function = self.functions.get(int(row["func"]))
+            if function is None:
+                self._fail("cuGraphAddKernelNode_v2", 400)
+                break
+            if int(row["shared"]) > function.attributes[structs.FUNC_MAX_DYNAMIC_SHARED]:
+                self._fail("cuGraphAddKernelNode_v2", 1)
+            pointers = np.frombuffer(ctypes.string_at(int(row["kernel_params"]), 8 * len(function.parameters)), "<u8")
+            values = [
+                ctypes.string_at(int(at), size) for at, (_, size) in zip(pointers, function.parameters, strict=True)
+            ]
+            handles.append(self._add(graph, structs.NODE_KERNEL, (function, row.copy(), values)))
+        return np.array(handles, np.uint64)
+
+    def add_memset_nodes(self, graph: int, table: np.ndarray, context: int) -> np.ndarray:
+        assert context
+        return np.array([self._add(graph, structs.NODE_MEMSET, row.copy()) for row in table], np.uint64)
+
+    def add_memcpy_node(self, graph: int, params: structs.Memcpy3D, context: int) -> int:
+        assert context
+        copy = structs.Memcpy3D.from_buffer_copy(params)
+        return self._add(graph, structs.NODE_MEMCPY, copy)
+
+    def add_empty_node(self, graph: int) -> int:
+        return self._add(graph, structs.NODE_EMPTY, None)
+
+    def add_dependencies(self, graph: int, sources: np.ndarray, targets: np.ndarray, data: np.ndarray) -> None:
+        self._enter("add_dependencies")
+        first = tuple(int(data[0][name]) for name in ("from_port", "to_port", "type"))
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            known = self.graphs[graph]
+            if {source, target} - set(known.nodes) or (source, target) in known.edges:
+                self._fail("cuGraphAddDependencies_v2", 1)
+            known.edges[source, target] = first[0], first[1], first[2]
+
+    def graph_edges(self, graph: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        edges = self.graphs[graph].edges
+        data = np.zeros(len(edges), structs.EDGE_DATA)
+        for index, record in enumerate(edges.values()):
+            data[index] = (*record, (0,) * 5)
+        ends = np.array(list(edges), np.uint64).reshape(-1, 2)
+        return ends[:, 0].copy(), ends[:, 1].copy(), data
+
+    def node_attribute(self, node: int, attribute: int) -> bytes | None:
+        return self.nodes[node].attributes.get(attribute, bytes(64))
+
+    def set_node_attribute(self, node: int, attribute: int, value: bytes) -> None:
+        self._enter("set_node_attribute")
+        if attribute == 4:
+            _, row, _ = self.nodes[node].details
+            cluster = np.frombuffer(value[:12], "<u4")
+            if (row["grid"] % cluster).any():
+                self._fail("cuGraphKernelNodeSetAttribute", 1)
+        self.nodes[node].attributes[attribute] = value.ljust(64, b"\0")
+
+    def instantiate(self, graph: int) -> int:
+        self._enter("instantiate")
+        executable = self._new()
+        self.executables[executable] = self.graphs[graph]
+        return executable
+
+    def destroy_executable(self, executable: int) -> None:
+        del self.executables[executable]
+
+    def launch(self, executable: int, stream: int) -> None:
+        self._enter("launch")
+        nodes = [self.nodes[node] for node in self.executables[executable].nodes]
+
+        def work() -> None:
+            for node in nodes:
+                self._run(node)
+
+        self.streams[stream].append(work)
+
+    def _run(self, node: Node) -> None:
+        if self.fault:
+            self._fail("cuStreamSynchronize", self.fault)
+        if node.kind == structs.NODE_KERNEL:
+            function, _, values = node.details
+            target, source, count = (int.from_bytes(value, "little") for value in values)
+            data = np.frombuffer(self.read(source, count), np.uint8)
+            self.write(target, (data + function.add).astype(np.uint8).tobytes())
+        elif node.kind == structs.NODE_MEMSET:
+            row = node.details
+            value = int(row["value"]).to_bytes(4, "little")[: int(row["element_size"])]
+            for line in range(int(row["height"])):
+                self.write(int(row["dst"]) + line * int(row["pitch"]), value * int(row["width"]))
+        elif node.kind == structs.NODE_MEMCPY:
+            copy = node.details
+            for plane, line in itertools.product(range(copy.depth), range(copy.height)):
+                source = copy.src_device + (plane * copy.src_height + line) * copy.src_pitch
+                target = copy.dst_device + (plane * copy.dst_height + line) * copy.dst_pitch
+                self.write(target, self.read(source, copy.width))
