@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from graphpack.archive import codec
 from graphpack.backends.cuda.columns_check import check_columns
 from graphpack.errors import CorruptArchiveError, Problem
 from graphpack.graph import Region
-from graphpack.schema import SchemaProblems, from_plain, to_plain
+from graphpack.schema import Plain
 
 BLOB_LIMIT = 256 << 20
 BLOCK_ALIGNMENT = 64
@@ -78,6 +79,31 @@ TABLES = {
     "attributes": ATTRIBUTES,
     "words": WORDS,
 }
+"""The tables of a graph. Two more describe its kernels, which are `Names.kernels` in memory."""
+
+KERNELS = np.dtype(
+    [
+        ("image", "<u4"),
+        ("max_dynamic_shared", "<u4"),
+        ("carveout", "<i4"),
+        ("non_portable_cluster", "u1"),
+        ("parameters", "<u4"),
+    ]
+)
+"""`parameters` counts the rows of the kernel in `layouts`."""
+
+LAYOUTS = np.dtype([("offset", "<u4"), ("size", "<u4")])
+
+_LISTS = ("regions", "images", "functions")
+_COLUMNS = (
+    "kinds",
+    "parameters",
+    *(
+        f"{table}.{field}"
+        for table, dtype in {**TABLES, "kernels": KERNELS, "layouts": LAYOUTS}.items()
+        for field in dtype.names or ()
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,12 +189,29 @@ def topology(columns: GraphColumns) -> str:
 
 
 def _described(columns: GraphColumns) -> dict[str, object]:
-    tables = {
-        f"{table}.{field}": np.ascontiguousarray(getattr(columns, table)[field]).tobytes()
-        for table, dtype in TABLES.items()
-        for field in dtype.names or ()
+    names = columns.names
+    kernels = [
+        (
+            kernel.image,
+            kernel.max_dynamic_shared,
+            kernel.carveout,
+            kernel.non_portable_cluster,
+            len(kernel.parameters) // 2,
+        )
+        for kernel in names.kernels
+    ]
+    layouts = np.array([number for kernel in names.kernels for number in kernel.parameters], "<u4")
+    tables = {table: getattr(columns, table) for table in TABLES}
+    tables["kernels"] = np.array(kernels, KERNELS)
+    tables["layouts"] = layouts.view(LAYOUTS)
+    found: dict[str, object] = {
+        f"{table}.{field}": rows[field].tobytes() for table, rows in tables.items() for field in rows.dtype.names
     }
-    return {"names": to_plain(columns.names), "kinds": columns.kinds.tobytes(), **tables}
+    for key, values in (("regions", names.regions), ("images", names.images)):
+        found[key] = list(values)
+    found["functions"] = [kernel.name for kernel in names.kernels]
+    found["kinds"] = columns.kinds.tobytes()
+    return found
 
 
 def decode(data: bytes, where: str, regions: Sequence[Region]) -> GraphColumns:
@@ -177,33 +220,60 @@ def decode(data: bytes, where: str, regions: Sequence[Region]) -> GraphColumns:
     Raises CorruptArchiveError with every item that is wrong.
     """
     document = codec.unpack(data, where, BLOB_LIMIT)
-    keys = {
-        "names",
-        "kinds",
-        "parameters",
-        *(f"{t}.{field}" for t, dtype in TABLES.items() for field in dtype.names or ()),
-    }
-    if type(document) is not dict or document.keys() != keys:
-        raise _damaged([Problem(where, "has other parts than a graph")])
-    found = SchemaProblems([], [])
-    names = from_plain(Names, document.pop("names"), "names", found)
-    broken = [key for key, value in document.items() if type(value) is not bytes]
-    if names is None or broken:
-        problems = [*found.malformed, *found.unknown, *(Problem(key, "not a column") for key in broken)]
-        raise _damaged([replace(problem, where=f"{where}: {problem.where}") for problem in problems])
-    try:
-        columns = GraphColumns(
-            names=names,
-            kinds=np.frombuffer(document["kinds"], np.uint8),
-            parameters=np.frombuffer(document["parameters"], np.uint8),
-            **{table: _table(document, table, dtype) for table, dtype in TABLES.items()},
+    problems = _malformed(document)
+    if not problems:
+        try:
+            columns = _columns(document)
+        except ValueError as error:
+            problems = [Problem("columns", "", str(error))]
+        else:
+            problems = check_columns(columns, regions)
+            if not problems:
+                return columns
+    located = [replace(problem, where=f"{where}: {problem.where}") for problem in problems]
+    raise CorruptArchiveError("a captured graph is damaged", located)
+
+
+def _malformed(document: Plain) -> list[Problem]:
+    """Whether the parts are there and of their kinds."""
+    if type(document) is not dict or document.keys() != {*_LISTS, *_COLUMNS}:
+        return [Problem("graph", "has other parts than a graph")]
+    texts = [
+        Problem(key, "", "must be a list of text")
+        for key in _LISTS
+        if type(document[key]) is not list or not all(type(item) is str for item in document[key])
+    ]
+    return texts + [Problem(key, "", "must be a column") for key in _COLUMNS if type(document[key]) is not bytes]
+
+
+def _columns(document: dict[str, Any]) -> GraphColumns:
+    """ValueError for columns of different lengths, and for numbers that are none."""
+    kernels, layouts = _table(document, "kernels", KERNELS), _table(document, "layouts", LAYOUTS)
+    ends = np.cumsum(kernels["parameters"], dtype=np.uint64).tolist()
+    if len(kernels) != len(document["functions"]) or (ends or [0])[-1] != len(layouts):
+        raise ValueError("kernels, functions and layouts have different lengths")
+    if len(kernels) and int(kernels["non_portable_cluster"].max()) > 1:
+        raise ValueError("kernels.non_portable_cluster is neither 0 nor 1")
+    flat = np.ascontiguousarray(layouts).view("<u4").tolist()
+    described = tuple(
+        Kernel(
+            image=image,
+            name=name,
+            max_dynamic_shared=shared,
+            carveout=carveout,
+            non_portable_cluster=bool(non_portable),
+            parameters=tuple(flat[2 * (end - count) : 2 * end]),
         )
-    except ValueError as error:
-        raise _damaged([Problem(where, "", str(error))]) from error
-    problems = check_columns(columns, regions)
-    if problems:
-        raise _damaged([replace(problem, where=f"{where}: {problem.where}") for problem in problems])
-    return columns
+        for name, (image, shared, carveout, non_portable, count), end in zip(
+            document["functions"], kernels.tolist(), ends, strict=True
+        )
+    )
+    return GraphColumns(
+        names=Names(regions=tuple(document["regions"]), images=tuple(document["images"]), kernels=described),
+        kinds=np.frombuffer(document["kinds"], np.uint8),
+        parameters=np.frombuffer(document["parameters"], np.uint8),
+        **{table: _table(document, table, dtype) for table, dtype in TABLES.items()},
+    )
 
 
 def _table(document: dict[str, bytes], table: str, dtype: np.dtype[np.void]) -> np.ndarray:
@@ -219,7 +289,3 @@ def _table(document: dict[str, bytes], table: str, dtype: np.dtype[np.void]) -> 
     for field, part in parts.items():
         rows[field] = part
     return rows
-
-
-def _damaged(problems: Sequence[Problem]) -> CorruptArchiveError:
-    return CorruptArchiveError("a captured graph is damaged", problems)

@@ -48,18 +48,18 @@ def _names(columns: GraphColumns, sizes: dict[str, int]) -> Iterator[Problem]:
     for what, values in (("regions", names.regions), ("images", names.images)):
         for value, count in Counter(values).items():
             if count > 1:
-                yield Problem(f"names.{what}", shown(value), f"named {count} times")
+                yield Problem(what, shown(value), f"named {count} times")
     for region in names.regions:
         if region not in sizes:
-            yield Problem("names.regions", shown(region), "no region of the layout has this name")
+            yield Problem("regions", shown(region), "no region of the layout has this name")
     for image in names.images:
         if not _DIGEST.fullmatch(image):
-            yield Problem("names.images", shown(image), "not a digest")
+            yield Problem("images", shown(image), "not a digest")
     for identity, count in Counter((kernel.image, kernel.name) for kernel in names.kernels).items():
         if count > 1:
-            yield Problem("names.kernels", shown(identity[1]), f"listed {count} times")
+            yield Problem("functions", shown(identity[1]), f"listed {count} times")
     for position, kernel in enumerate(names.kernels):
-        where = f"names.kernels[{position}]"
+        where = f"kernels[{position}]"
         yield from (
             Problem(f"{where}.{field}", shown(here), rule) for field, here, rule in _kernel(kernel, len(names.images))
         )

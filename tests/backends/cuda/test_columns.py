@@ -86,13 +86,9 @@ def put(key: str, dtype: str, index: int, value: int) -> Edit:
     return edit
 
 
-def name(path: str, value: Any) -> Edit:
+def entry(key: str, value: Any) -> Edit:
     def edit(document: dict[str, Any]) -> None:
-        *parents, last = path.split(".")
-        place: Any = document["names"]
-        for part in parents:
-            place = place[int(part) if part.isdigit() else part]
-        place[int(last) if last.isdigit() else last] = value
+        document[key][0] = value
 
     return edit
 
@@ -106,17 +102,26 @@ def cut(key: str, size: int) -> Edit:
 
 HUGE = 2**63
 MUTATIONS: dict[str, Edit] = {
-    "names.regions": name("regions.0", "nowhere"),
-    "names.regions ": name("regions.0", "table"),
-    "names.images": name("images.0", "ab"),
-    "names.images ": name("images.1", None),
-    "names.kernels[0].image": name("kernels.0.image", 2),
-    "names.kernels[0].name": name("kernels.0.name", ""),
-    "names.kernels[0].max_dynamic_shared": name("kernels.0.max_dynamic_shared", 2**31),
-    "names.kernels[0].carveout": name("kernels.0.carveout", 101),
-    "names.kernels[0].parameters": name("kernels.0.parameters", [0, 8, 4, 8, 16, 4]),
-    "names.kernels[0].parameters ": name("kernels.0.parameters", [0, 8, 8]),
-    "names.kernels[0].parameters  ": name("kernels.0.parameters", [0, 8, 8, 8, 16, 40000]),
+    "regions": entry("regions", "nowhere"),
+    "regions ": entry("regions", "table"),
+    "regions  ": entry("regions", 1),
+    "images": entry("images", "ab"),
+    "images ": entry("images", None),
+    "images  ": lambda document: document.update(images=document["images"][:1] * 2),
+    "kernels[0].name ": entry("functions", ""),
+    "functions ": lambda document: document.update(functions="add"),
+    "kernels, functions and layouts": lambda document: document["functions"].pop(),
+    "kernels, functions and layouts ": put("kernels.parameters", "<u4", 0, 2**32 - 1),
+    "kernels[0].image": put("kernels.image", "<u4", 0, 2),
+    "kernels[0].name": entry("functions", "a\0b"),
+    "functions  ": put("kernels.image", "<u4", 0, 1),
+    "kernels[0].max_dynamic_shared": put("kernels.max_dynamic_shared", "<u4", 0, 2**31),
+    "kernels[0].carveout": put("kernels.carveout", "<i4", 0, 101),
+    "kernels[1].carveout": put("kernels.carveout", "<i4", 1, -2),
+    "non_portable_cluster": put("kernels.non_portable_cluster", "u1", 0, 2),
+    "kernels[0].parameters": put("layouts.offset", "<u4", 1, 4),
+    "kernels[0].parameters ": put("layouts.size", "<u4", 1, 0),
+    "kernels[0].parameters  ": put("layouts.size", "<u4", 2, 2**32 - 1),
     "kinds": put("kinds", "u1", 0, 4),
     "launches": put("kinds", "u1", 0, 0),
     "launches.kernel": put("launches.kernel", "<u4", 1, 2),
@@ -163,7 +168,6 @@ MUTATIONS: dict[str, Edit] = {
     "has other parts": lambda document: document.pop("edges.type"),
     "has other parts ": lambda document: document.update(more=b""),
     "edges.type": lambda document: document.update({"edges.type": "text"}),
-    "names": lambda document: document.update(names={}),
     "multiple of element size": cut("launches.kernel", 1),
 }
 
