@@ -12,9 +12,10 @@ The journey is  model -> capture -> graph -> archive -> validate -> restore -> r
 `save` resolves the model, captures one graph for each batch size and sequence length, records outputs to compare with
 later, and commits everything to the archive at once. `load` checks the archive, this machine, the weights and the
 memory layout, in that order, and only then restores; `verify=True` also replays the recorded inputs. What does not fit
-raises a `GraphpackError` that lists every problem found. `inspect` describes an archive without any of that.
+raises a `GraphpackError` that lists every problem found. `inspect` describes an archive without any of that. An engine
+that captures CUDA graphs itself archives them with a `Recorder`.
 
-Importing this package imports neither torch nor numpy; `save` imports torch, `load` and `inspect` do not.
+Importing this package imports neither torch nor numpy; `save` and `Recorder` import torch, `load` and `inspect` do not.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from graphpack.errors import (
 
 if TYPE_CHECKING:
     from graphpack.archive.store import Archive
+    from graphpack.recorder import Recorder
     from graphpack.replay import RestoredModel
     from graphpack.results import SaveResult
 
@@ -59,6 +61,7 @@ __all__ = [
     "NotFoundError",
     "OutputsDifferError",
     "Problem",
+    "Recorder",
     "StorageError",
     "UnsupportedFormatError",
     "UntrustedError",
@@ -165,6 +168,15 @@ def open_archive(archive: AnyPath) -> Archive:
     from graphpack.archive.store import Archive
 
     return Archive.open(Path(archive))
+
+
+def __getattr__(name: str) -> Any:
+    """`Recorder` imports torch, so it is imported when it is asked for."""
+    if name != "Recorder":
+        raise AttributeError(f"module 'graphpack' has no attribute '{name}'")
+    from graphpack.recorder import Recorder
+
+    return Recorder
 
 
 def _only_name(archive: AnyPath) -> str:

@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import getpass
 import os
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import replace
 from typing import Literal
 
-from graphpack import __version__
-from graphpack.archive import oci
 from graphpack.archive.record import (
-    FORMAT_MAJOR,
-    FORMAT_MINOR,
-    Blob,
-    EntryIdentity,
-    Features,
-    FormatVersion,
-    Graph,
     Model,
-    Producer,
     Record,
     Settings,
     Weights,
 )
-from graphpack.archive.store import Archive, Entry, EntryRef
+from graphpack.archive.store import Archive, Entry
 from graphpack.backends import Captured, CapturedEntry, capturing
 from graphpack.config import find_config
+from graphpack.entry import write_entry
 from graphpack.errors import (
     CorruptArchiveError,
     NotFoundError,
@@ -41,11 +29,9 @@ from graphpack.freshness import Wanted, stale
 from graphpack.graph import Bucket
 from graphpack.identity.digests import config_digest, settings_digest
 from graphpack.identity.weights import hash_weights
-from graphpack.models.locate import SOURCE_PATH
 from graphpack.models.registry import resolve
 from graphpack.models.weights import WeightSource
 from graphpack.proof import prove
-from graphpack.regions import pack_constants
 from graphpack.results import GraphRow, Observer, SaveRequest, SaveResult, SilentObserver
 from graphpack.schema import to_plain
 
@@ -65,13 +51,6 @@ def _refuse_ranks(environment: Mapping[str, str]) -> None:
     if world not in ("", "1"):
         problem = Problem("WORLD_SIZE", "1", world, "save in one process")
         raise UsageError("one graph cannot hold a model that is spread over several processes", [problem])
-
-
-@dataclass(frozen=True, slots=True)
-class _Written:
-    ref: EntryRef
-    record: Record
-    bytes: int
 
 
 class _Save:
@@ -125,7 +104,9 @@ class _Save:
                 )
         with self._stage("capture"):
             captured = self._capture(source, wanted)
-        written = self._write(archive, wanted, captured)
+        with self._stage("write"):
+            path = str(self._model.path.resolve()) if self._model.path else ""
+            written = write_entry(archive, self._name, wanted, captured, self._host, path)
         with self._stage("prove"):
             self._notes += prove(archive.path, written.ref, self._model, source, self._request.device)
         with self._stage("commit"):
@@ -220,60 +201,6 @@ class _Save:
         self._notes += captured.notes
         return captured
 
-    def _write(self, archive: Archive, wanted: Wanted, captured: CapturedEntry) -> _Written:
-        with self._stage("write"):
-            packed = pack_constants(captured.constants)
-            constants = archive.put_blob(packed, oci.CONSTANTS_TYPE) if packed else None
-            images = {digest: archive.put_blob(data, oci.IMAGE_TYPE) for digest, data in captured.images.items()}
-            kind = oci.CUDA_GRAPH_TYPE if wanted.backend == "cuda" else oci.OBJECT_TYPE
-            objects = [archive.put_blob(found.object, kind) for found in captured.graphs]
-            goldens = [archive.put_blob(found.golden, oci.GOLDEN_TYPE) for found in captured.graphs]
-            graphs = tuple(
-                replace(
-                    found.graph,
-                    object=written.digest,
-                    images=tuple(images[digest].digest for digest in found.images),
-                    golden=proof.digest,
-                )
-                for found, written, proof in zip(captured.graphs, objects, goldens, strict=True)
-            )
-            every = [*objects, *goldens, *images.values(), *([constants] if constants else [])]
-            blobs = {blob.digest: blob for blob in every}
-            record = self._record(wanted, captured, graphs, constants, tuple(blobs[digest] for digest in sorted(blobs)))
-            return _Written(archive.put_entry(record), record, sum(blob.size for blob in blobs.values()))
-
-    def _record(
-        self,
-        wanted: Wanted,
-        captured: CapturedEntry,
-        graphs: tuple[Graph, ...],
-        constants: Blob | None,
-        blobs: tuple[Blob, ...],
-    ) -> Record:
-        return Record(
-            format=FormatVersion(major=FORMAT_MAJOR, minor=FORMAT_MINOR),
-            features=Features(),
-            producer=Producer(name="graphpack", version=__version__),
-            entry=EntryIdentity(name=self._name, backend=wanted.backend, mode=wanted.mode),
-            model=wanted.model,
-            weights=wanted.weights,
-            layout=captured.layout,
-            environment=captured.environment,
-            settings=wanted.settings,
-            graphs=graphs,
-            constants=constants.digest if constants else None,
-            blobs=blobs,
-            extensions={},
-            informational={
-                **self._host.informational,
-                "created": datetime.now(UTC).isoformat(timespec="seconds"),
-                "host": socket.gethostname(),
-                "user": _user(),
-                SOURCE_PATH: str(self._model.path.resolve()) if self._model.path else "",
-                "seconds": {str(found.graph.bucket): round(found.seconds, 3) for found in captured.graphs},
-            },
-        )
-
     def _result(
         self,
         record: Record,
@@ -304,10 +231,3 @@ class _Save:
             stages=dict(self._stages),
             notes=tuple(self._notes),
         )
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return ""

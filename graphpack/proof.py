@@ -34,6 +34,11 @@ def prove(archive: Path, ref: EntryRef, model: ResolvedModel, source: WeightSour
     """
     if model.source != "factory" or model.path is not None:
         return _prove(archive, ref, str(model.path.resolve()) if model.path else "", device)
+    return prove_in_memory(archive, ref, source, device)
+
+
+def prove_in_memory(archive: Path, ref: EntryRef, source: WeightSource, device: str) -> list[str]:
+    """As `prove`, of an entry whose weights are in no file."""
     with tempfile.TemporaryDirectory(prefix="graphpack-") as directory:
         tensors = {name: NewTensor(name, t.dtype, t.shape, [source.view(name)]) for name, t in source.tensors.items()}
         write_file(Path(directory) / SINGLE_NAME, tensors)

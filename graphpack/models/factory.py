@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,13 +38,11 @@ class FactoryModel:
 
     def open_weights(self) -> WeightSource:
         """Tensors of the module's `state_dict`, in its memory or in the directory it names; equal storage is a tie."""
-        tensors, aliases = _distinct(self.module)
         if self.directory is not None:
+            _, aliases = _distinct(self.module)
             shapes = {name: tuple(tensor.shape) for name, tensor in self.module.state_dict().items()}
             return open_checkpoint(self.directory, shapes, aliases)
-        arrays = {name: _array(tensor) for name, tensor in tensors.items()}
-        dtypes = {name: _dtype(tensor) for name, tensor in tensors.items()}
-        return WeightSource.from_arrays(arrays, dtypes, aliases)
+        return weights_of(self.module)
 
     def build(self, weights: WeightSource, dtype: str) -> StepModel:
         """The step model, holding the weights of its directory if it has one.
@@ -60,11 +58,10 @@ class FactoryModel:
 
     def source_files(self) -> dict[str, Path]:
         """Module name -> source file, of the factory, the step model and every class of the module outside torch."""
-        classes = {type(self.step), *(type(part) for part in self.module.modules())}
-        names = {base.__module__ for kind in classes for base in kind.__mro__}
+        names = {base.__module__ for base in type(self.step).__mro__} | defining_modules(self.module)
         names.add(self.reference.partition(":")[0])
         names.add(getattr(inspect.unwrap(self.factory), "__module__", None) or "builtins")
-        return {name: file for name in names if (file := _source_file(name)) is not None}
+        return files_of(names)
 
     def _bind(self, weights: WeightSource) -> None:
         from graphpack.models.decoder import bound_tensor
@@ -76,6 +73,24 @@ class FactoryModel:
         """That of the first parameter, or buffer, that a model can be captured in."""
         tensors = [*self.module.parameters(), *self.module.buffers()]
         return next((dtype for tensor in tensors if (dtype := _dtype(tensor)) in COMPUTE_DTYPES), "float32")
+
+
+def weights_of(module: torch.nn.Module) -> WeightSource:
+    """The tensors of a module's `state_dict`, those on a CPU where they lie; equal storage is a tie."""
+    tensors, aliases = _distinct(module)
+    arrays = {name: _array(tensor) for name, tensor in tensors.items()}
+    dtypes = {name: _dtype(tensor) for name, tensor in tensors.items()}
+    return WeightSource.from_arrays(arrays, dtypes, aliases)
+
+
+def defining_modules(module: torch.nn.Module) -> set[str]:
+    """Names of the Python modules that define the classes of a module's parts."""
+    return {base.__module__ for part in module.modules() for base in type(part).__mro__}
+
+
+def files_of(names: Iterable[str]) -> dict[str, Path]:
+    """The source file of each of these Python modules that has one, torch's and the interpreter's left out."""
+    return {name: file for name in names if (file := _source_file(name)) is not None}
 
 
 def _import(reference: str) -> Callable[[], Any]:

@@ -54,13 +54,17 @@ class ResolvedModel:
 
     def code_digest(self) -> str:
         """SHA-256, in hexadecimal, over the names and the bytes of the source files that define the module."""
-        sources = sorted(self._sources().items())
-        lines = [f"{name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n" for name, file in sources]
-        return hashlib.sha256("".join(lines).encode()).hexdigest()
+        return code_digest(self._sources())
 
     def build(self, weights: WeightSource, dtype: str) -> StepModel:
         """The step model over these weights, computing in `dtype`. Imports torch."""
         return self._build(weights, dtype)
+
+
+def code_digest(sources: Mapping[str, Path]) -> str:
+    """SHA-256, in hexadecimal, over names and the bytes of their files."""
+    lines = [f"{name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n" for name, file in sorted(sources.items())]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def resolve(reference: str, configured: Mapping[str, Path] | None = None) -> ResolvedModel:

@@ -1,85 +1,110 @@
-"""The captured graphs beside the eager model on the same device, and what the record will say of them."""
+"""The captured graphs beside the eager model on the same device, and the entry they make."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from graphpack import golden, lockstep
-from graphpack.archive.record import Graph
-from graphpack.backends import UNWRITTEN, CapturedGraph
+from graphpack.archive.record import Environment, Graph, Weights
+from graphpack.backends import UNWRITTEN, CapturedEntry, CapturedGraph
 from graphpack.backends.cuda import columns as c
 from graphpack.backends.cuda.capture import CapturedBucket
-from graphpack.backends.cuda.recorder import EncodedGraphs
+from graphpack.backends.cuda.recorder import EncodedGraphs, MemoryRecorder, spec_of
 from graphpack.errors import CaptureRefusedError, Problem
 from graphpack.graph import Region, TensorSpec
-from graphpack.models.step import StepModel
 from graphpack.regions import expected_regions
 
+Eager = Callable[[CapturedBucket], lockstep.Step]
+"""What a bucket's graph is compared with."""
 
-def agree(
-    step: StepModel, captured: Sequence[CapturedBucket], state: Mapping[str, torch.Tensor], slots: int, dtype: str
-) -> list[lockstep.Agreement]:
-    """Every graph beside the module it was captured from. Raises CaptureRefusedError if one does not agree."""
-    found = []
-    for one in captured:
-        for tensor in state.values():
-            tensor.zero_()
-        one.graph.instantiate()
-        inputs, output = step.inputs(one.bucket, slots), step.outputs(one.bucket)[0]
-        specs = tuple(TensorSpec(name=n, dtype=_dtype(t), shape=tuple(t.shape)) for n, t in state.items())
-        device = str(next(iter(one.outputs.values())).device)
-        eager = lockstep.eager(one.module, inputs, specs, device)
-        found.append(lockstep.run(eager, one.step, one.bucket, inputs, output, dtype))
+
+def finish(
+    recorder: MemoryRecorder,
+    captured: Sequence[CapturedBucket],
+    state: Mapping[str, torch.Tensor],
+    eager: Eager | None,
+    weights: Weights,
+    dtype: str,
+    environment: Environment,
+) -> CapturedEntry:
+    """The entry of graphs that have just been captured, smallest bucket first; `dtype` is what they compute in.
+
+    Raises CaptureRefusedError for what no archive can hold and for a graph that does not agree with `eager`.
+    Without `eager` a graph is held to what it gives itself.
+    """
+    recorder.settle()
+    encoded = recorder.encode({str(one.bucket): one.graph.raw_cuda_graph() for one in captured})
+    agreements = [_agree(one, state, eager, dtype) for one in captured]
+    _zero(state)
+    specs = tuple(spec_of(name, tensor) for name, tensor in state.items())
+    graphs = tuple(
+        _described(one, encoded, agreement, specs) for one, agreement in zip(captured, agreements, strict=True)
+    )
+    records = [one.graph for one in graphs]
+    stored = {t.name: TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape) for t in weights.tensors}
+    _check_bindings(records, frozenset(t.name for t in weights.tensors if t.alias_of is None))
+    regions = _ordered(records, encoded.regions, stored, dtype)
+    return CapturedEntry(
+        graphs=graphs,
+        layout=recorder.layout(regions, relocatable=not encoded.pinned),
+        constants={region.name: encoded.constants[region.name] for region in regions if region.kind == "constant"},
+        images=encoded.images,
+        environment=environment,
+        notes=tuple(f"{name} holds addresses, so that this entry cannot be moved" for name in encoded.pinned),
+    )
+
+
+def run_eagerly(state: Sequence[TensorSpec], device: torch.device) -> Eager:
+    """The module a graph was captured from, over state of its own."""
+    return lambda one: lockstep.eager(one.module, one.takes, tuple(state), str(device))
+
+
+def _agree(
+    one: CapturedBucket, state: Mapping[str, torch.Tensor], eager: Eager | None, dtype: str
+) -> lockstep.Agreement:
+    _zero(state)
+    one.graph.instantiate()
+    return lockstep.run(eager(one) if eager else None, one.step, one.bucket, one.takes, one.gives[0], dtype)
+
+
+def _zero(state: Mapping[str, torch.Tensor]) -> None:
     for tensor in state.values():
         tensor.zero_()
-    return found
 
 
-def described(
-    step: StepModel,
-    captured: Sequence[CapturedBucket],
-    encoded: EncodedGraphs,
-    agreements: Sequence[lockstep.Agreement],
-    state: Sequence[TensorSpec],
-    slots: int,
-) -> tuple[CapturedGraph, ...]:
-    """Each graph as the record will describe it."""
-    kinds = {region.name: region.kind for region in encoded.regions}
-    order = list(kinds)
-    graphs = []
-    for one, agreement in zip(captured, agreements, strict=True):
-        columns = encoded.columns[str(one.bucket)]
-        bound = [name for name in columns.names.regions if kinds[name] in ("weight", "constant")]
-        graph = Graph(
-            bucket=one.bucket,
-            topology=c.topology(columns),
-            nodes=len(columns.kinds),
-            object=UNWRITTEN,
-            inputs=step.inputs(one.bucket, slots),
-            outputs=step.outputs(one.bucket),
-            state=tuple(state),
-            bindings=tuple(sorted(bound, key=order.index)),
-            golden=UNWRITTEN,
-            golden_steps=golden.STEPS,
-            tolerance=agreement.tolerance,
-            deviation=agreement.deviation,
-        )
-        graphs.append(
-            CapturedGraph(
-                graph=graph,
-                object=c.encode(columns),
-                images=columns.names.images,
-                golden=golden.encode(agreement.golden),
-                seconds=one.seconds,
-            )
-        )
-    return tuple(graphs)
+def _described(
+    one: CapturedBucket, encoded: EncodedGraphs, agreement: lockstep.Agreement, state: tuple[TensorSpec, ...]
+) -> CapturedGraph:
+    """A graph as the record will describe it."""
+    columns = encoded.columns[str(one.bucket)]
+    used = frozenset(columns.names.regions)
+    graph = Graph(
+        bucket=one.bucket,
+        topology=c.topology(columns),
+        nodes=len(columns.kinds),
+        object=UNWRITTEN,
+        inputs=one.takes,
+        outputs=one.gives,
+        state=state,
+        bindings=tuple(r.name for r in encoded.regions if r.kind in ("weight", "constant") and r.name in used),
+        golden=UNWRITTEN,
+        golden_steps=golden.STEPS,
+        tolerance=agreement.tolerance,
+        deviation=agreement.deviation,
+    )
+    return CapturedGraph(
+        graph=graph,
+        object=c.encode(columns),
+        images=columns.names.images,
+        golden=golden.encode(agreement.golden),
+        seconds=one.seconds,
+    )
 
 
-def check_bindings(graphs: Sequence[Graph], weights: frozenset[str]) -> None:
+def _check_bindings(graphs: Sequence[Graph], weights: frozenset[str]) -> None:
     """Raises CaptureRefusedError for weights that a graph does not read: other weights would replay stale."""
     problems = [
         Problem(name, "", f"is not read by the graph of bucket {graph.bucket}", "remove it, or use it")
@@ -90,7 +115,7 @@ def check_bindings(graphs: Sequence[Graph], weights: frozenset[str]) -> None:
         raise CaptureRefusedError("a graph does not hold the model's tensors", problems[:8])
 
 
-def ordered(
+def _ordered(
     graphs: Sequence[Graph], regions: Sequence[Region], stored: Mapping[str, TensorSpec], dtype: str
 ) -> tuple[Region, ...]:
     """The layout's regions in the order that a reader expects, scratch last.
@@ -113,7 +138,3 @@ def ordered(
     if problems:
         raise CaptureRefusedError("a tensor of the model has another type than its entry's", problems)
     return (*found, *(region for region in regions if region.kind == "scratch"))
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

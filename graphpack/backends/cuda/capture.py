@@ -28,15 +28,20 @@ _REFUSED = "the model does something that a captured graph cannot hold"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedBucket:
-    """One bucket's graph, with the tensors it reads and writes by name."""
+    """One bucket's graph, with the tensors it reads and writes by name; `takes` and `gives` describe them."""
 
     bucket: Bucket
     module: torch.nn.Module
     graph: torch.cuda.CUDAGraph
-    nodes: int
     inputs: Mapping[str, torch.Tensor]
     outputs: Mapping[str, torch.Tensor]
+    takes: tuple[TensorSpec, ...]
+    gives: tuple[TensorSpec, ...]
     seconds: float
+
+    @property
+    def nodes(self) -> int:
+        return len(driver().graph_nodes(self.graph.raw_cuda_graph()))
 
     def step(self, given: Mapping[str, Any]) -> torch.Tensor:
         """Replay, from inputs on the host, and return the first output: the graph's own memory."""
@@ -117,7 +122,6 @@ def capture(
             )
             captured.append(found)
             done(bucket, found.nodes, found.seconds)
-    recorder.settle()
     return captured[::-1], state
 
 
@@ -189,9 +193,10 @@ def _capture(
         bucket=bucket,
         module=module,
         graph=graph,
-        nodes=len(driver().graph_nodes(graph.raw_cuda_graph())),
         inputs=given,
         outputs=named,
+        takes=tuple(inputs),
+        gives=tuple(declared),
         seconds=time.perf_counter() - start,
     )
 

@@ -9,7 +9,6 @@ from graphpack.archive.record import CudaEnvironment, Environment, Settings, Wei
 from graphpack.backends import Captured, CapturedEntry
 from graphpack.backends.cuda.listener import listener
 from graphpack.errors import EnvironmentMismatchError, Problem, UsageError
-from graphpack.graph import TensorSpec
 from graphpack.identity.digests import settings_digest
 from graphpack.identity.environment import Host, read_host
 from graphpack.models.registry import ResolvedModel
@@ -76,7 +75,7 @@ class CudaCapturing:
         dtype: str,
         done: Captured,
     ) -> CapturedEntry:
-        from graphpack.backends.cuda.agree import agree, check_bindings, described, ordered
+        from graphpack.backends.cuda.agree import finish, run_eagerly
         from graphpack.backends.cuda.capture import ModuleTensors, capture
         from graphpack.backends.cuda.recorder import MemoryRecorder
 
@@ -85,31 +84,14 @@ class CudaCapturing:
         tensors = ModuleTensors(recorder, frozenset(source.tensors), source.aliases)
         try:
             captured, state = capture(recorder, step, settings, tensors, done)
-            graphs = {str(one.bucket): one.graph.raw_cuda_graph() for one in captured}
-            encoded = recorder.encode(graphs)
-            agreements = agree(step, captured, state, settings.slots, dtype)
-            specs = step.state(settings.slots, max(settings.seq_lens))
-            found = described(step, captured, encoded, agreements, specs, settings.slots)
-            records = [one.graph for one in found]
-            check_bindings(records, frozenset(source.tensors))
-            stored = {t.name: TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape) for t in weights.tensors}
-            regions = ordered(records, encoded.regions, stored, dtype)
-            layout = recorder.layout(regions, relocatable=not encoded.pinned)
+            eager = run_eagerly(step.state(settings.slots, max(settings.seq_lens)), recorder.device)
+            found = finish(recorder, captured, state, eager, weights, dtype, environment)
+            # Graphs and tensors go before the memory they are in.
             del captured, state
         finally:
             tensors.restore()
             recorder.close()
-        constants = {region.name: encoded.constants[region.name] for region in regions if region.kind == "constant"}
-        return CapturedEntry(
-            graphs=found,
-            layout=layout,
-            constants=constants,
-            images=encoded.images,
-            environment=environment,
-            notes=tuple(
-                f"{name} holds addresses, so that this entry cannot be moved to others" for name in encoded.pinned
-            ),
-        )
+        return found
 
 
 def _version(*packages: str) -> str:

@@ -1,0 +1,109 @@
+"""What a backend captured -> blobs and a record in an archive, not visible until it is committed."""
+
+from __future__ import annotations
+
+import getpass
+import socket
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from graphpack import __version__
+from graphpack.archive import oci
+from graphpack.archive.record import (
+    FORMAT_MAJOR,
+    FORMAT_MINOR,
+    Blob,
+    EntryIdentity,
+    Features,
+    FormatVersion,
+    Graph,
+    Producer,
+    Record,
+)
+from graphpack.archive.store import Archive, EntryRef
+from graphpack.backends import CapturedEntry
+from graphpack.freshness import Wanted
+from graphpack.identity.environment import Host
+from graphpack.models.locate import SOURCE_PATH
+from graphpack.regions import pack_constants
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenEntry:
+    """`bytes` are those of its blobs."""
+
+    ref: EntryRef
+    record: Record
+    bytes: int
+
+
+def write_entry(
+    archive: Archive, name: str, wanted: Wanted, captured: CapturedEntry, host: Host, weights_path: str
+) -> WrittenEntry:
+    """Write everything an entry consists of. `weights_path` is where its weights were, empty if nowhere."""
+    packed = pack_constants(captured.constants)
+    constants = archive.put_blob(packed, oci.CONSTANTS_TYPE) if packed else None
+    images = {digest: archive.put_blob(data, oci.IMAGE_TYPE) for digest, data in captured.images.items()}
+    kind = oci.CUDA_GRAPH_TYPE if wanted.backend == "cuda" else oci.OBJECT_TYPE
+    objects = [archive.put_blob(found.object, kind) for found in captured.graphs]
+    goldens = [archive.put_blob(found.golden, oci.GOLDEN_TYPE) for found in captured.graphs]
+    graphs = tuple(
+        replace(
+            found.graph,
+            object=written.digest,
+            images=tuple(images[digest].digest for digest in found.images),
+            golden=proof.digest,
+        )
+        for found, written, proof in zip(captured.graphs, objects, goldens, strict=True)
+    )
+    every = [*objects, *goldens, *images.values(), *([constants] if constants else [])]
+    blobs = {blob.digest: blob for blob in every}
+    seconds = {str(found.graph.bucket): round(found.seconds, 3) for found in captured.graphs}
+    ordered = tuple(blobs[digest] for digest in sorted(blobs))
+    informational = {**_informational(host, weights_path), "seconds": seconds}
+    record = _record(name, wanted, captured, graphs, constants, ordered, informational)
+    return WrittenEntry(archive.put_entry(record), record, sum(blob.size for blob in ordered))
+
+
+def _record(
+    name: str,
+    wanted: Wanted,
+    captured: CapturedEntry,
+    graphs: tuple[Graph, ...],
+    constants: Blob | None,
+    blobs: tuple[Blob, ...],
+    informational: dict[str, object],
+) -> Record:
+    return Record(
+        format=FormatVersion(major=FORMAT_MAJOR, minor=FORMAT_MINOR),
+        features=Features(),
+        producer=Producer(name="graphpack", version=__version__),
+        entry=EntryIdentity(name=name, backend=wanted.backend, mode=wanted.mode),
+        model=wanted.model,
+        weights=wanted.weights,
+        layout=captured.layout,
+        environment=captured.environment,
+        settings=wanted.settings,
+        graphs=graphs,
+        constants=constants.digest if constants else None,
+        blobs=blobs,
+        extensions={},
+        informational=informational,
+    )
+
+
+def _informational(host: Host, weights_path: str) -> dict[str, object]:
+    return {
+        **host.informational,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": socket.gethostname(),
+        "user": _user(),
+        SOURCE_PATH: weights_path,
+    }
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return ""
