@@ -38,7 +38,7 @@ ORDER = """
     backends.cuda.space backends.cuda.spans backends.cuda.memory backends.cuda.recorder
     backends.cuda.watch backends.cuda.capture backends.cuda.agree backends.cuda.capturing
     replay restore
-    freshness proof capture
+    freshness entry proof capture recorder
     documents report cli __main__
 """.split()  # noqa: SIM905 - rows are read more easily than seventy lines
 
@@ -59,6 +59,7 @@ MAY_USE_TORCH = {
     "backends.cuda.agree",
     "backends.cuda.capturing",
     "capture",
+    "recorder",
 }
 # The doors to that way: functions that import it when they are called.
 DOORS = {("models.registry", "models.decoder"), ("models.registry", "models.factory"), ("cli", "capture")}

@@ -16,7 +16,7 @@ def pieces(report: Report) -> None:
 
     from graphpack.archive.record import Settings
     from graphpack.backends.cuda import columns as c
-    from graphpack.backends.cuda.agree import agree, described
+    from graphpack.backends.cuda.agree import _agree, run_eagerly
     from graphpack.backends.cuda.capture import ModuleTensors, capture
     from graphpack.backends.cuda.columns_check import check_columns
     from graphpack.backends.cuda.recorder import MemoryRecorder
@@ -43,6 +43,7 @@ def pieces(report: Report) -> None:
         recorder, step, settings, tensors, lambda b, n, s: report.put(f"captured {b}", [n, round(s, 3)])
     )
     report.put("capture s", round(time.perf_counter() - start, 3))
+    recorder.settle()
     report.put("live", [(region.name, region.bytes) for region in recorder._live or ()])
     report.put("segments", recorder._memory.segments)
     start = time.perf_counter()
@@ -65,12 +66,10 @@ def pieces(report: Report) -> None:
             report.put(f"{name}: attributes", Counter(columns.attributes["id"].tolist()))
     with report.check("agree"):
         start = time.perf_counter()
-        agreements = agree(step, captured, state, settings.slots, "float32")
+        eager = run_eagerly(step.state(settings.slots, 64), recorder.device)
+        agreements = [_agree(one, state, eager, "float32") for one in captured]
         report.put("agree s", round(time.perf_counter() - start, 3))
         report.put("deviations", [one.deviation for one in agreements])
-        specs = step.state(settings.slots, 64)
-        found = described(step, captured, encoded, agreements, specs, settings.slots)
-        report.put("object bytes", [len(one.object) for one in found])
     with report.check("close"):
         del captured, state
         tensors.restore()
