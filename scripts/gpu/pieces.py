@@ -61,7 +61,7 @@ def pieces(report: Report) -> None:
             again = c.decode(c.encode(columns), name, encoded.regions)
             report.put(f"{name}: topology", [c.topology(columns)[:12], c.topology(again)[:12]])
             report.put(f"{name}: kinds", Counter(columns.kinds.tolist()))
-            report.put(f"{name}: edges", Counter((int(e["from_port"]), int(e["type"])) for e in columns.edges))
+            report.put(f"{name}: edges", Counter(f"{e['from_port']} {e['type']}" for e in columns.edges))
             report.put(f"{name}: words, kernels", [len(columns.words), len(columns.names.kernels)])
             report.put(f"{name}: attributes", Counter(columns.attributes["id"].tolist()))
     with report.check("agree"):

@@ -19,6 +19,10 @@ from graphpack.graph import TensorSpec
 
 _Allocate = ctypes.CFUNCTYPE(c_void_p, c_size_t, c_int, c_void_p)
 _Free = ctypes.CFUNCTYPE(None, c_void_p, c_size_t, c_int, c_void_p)
+_KEEP_MAPPED = _Free(lambda *_: None)
+_callbacks: list[Any] = [_KEEP_MAPPED]
+"""torch may free a segment long after its pool: what it calls then must still be there."""
+
 _CONFIGURATIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _REFUSED = ("expandable_segments:true", "backend:cudamallocasync")
 
@@ -44,9 +48,9 @@ class TorchMemory:
         self._device = device
         self.segments: list[Span] = []
         self._failure: GraphpackError | None = None
-        # torch keeps the addresses of these two for as long as the pool lives, and calls the second when it ends.
-        self._callbacks = (_Allocate(self._allocate), _Free(lambda *_: None))
-        allocate, free = (ctypes.cast(callback, c_void_p).value or 0 for callback in self._callbacks)
+        callback = _Allocate(self._allocate)
+        _callbacks.append(callback)
+        allocate, free = (ctypes.cast(function, c_void_p).value or 0 for function in (callback, _KEEP_MAPPED))
         self._allocator = torch._C._cuda_customAllocator(allocate, free)
         self.pool = torch.cuda.MemPool(self._allocator)
 
