@@ -49,6 +49,9 @@ def generate(step: TracedStep, isa: CpuIsa, directory: Path) -> Path:
         "aot_inductor.enable_line_tables": False,
         # Without this, small weights become literals in the code and a changed checkpoint replays stale.
         "always_keep_tensor_constants": True,
+        # bfloat16 and float16 are rounded where the eager model rounds them, not once a fused kernel. The same code
+        # for float32.
+        "emulate_precision_casts": True,
         "cpp.dynamic_threads": True,
         "cpp.simdlen": isa.simd_bits,
         "cpp.march": isa.march,
