@@ -21,7 +21,7 @@ Importing this package imports neither torch nor numpy; `save` and `Recorder` im
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from graphpack.errors import (
@@ -124,12 +124,17 @@ def load(
     verify: bool = False,
     allow: Collection[str] = (),
     copy_weights: bool = False,
+    lazy_graphs: bool = False,
+    bind: Mapping[str, int] | None = None,
 ) -> RestoredModel:
     """Restore the entry `name`, or the only entry of the archive. Close the model after use, or use `with`.
 
     `weights` is the checkpoint directory; without it the built-in's own weights or the recorded directory are used.
     `verify` proves all it can: every blob and weight byte is hashed and the recorded inputs are replayed. `allow`
     waives environment fields by name. `copy_weights` copies weights instead of using the mapped checkpoint in place.
+
+    On cuda, `lazy_graphs` builds a graph when it is first used. `bind` gives addresses of device memory that the caller
+    holds for as long as the model: in it a region is neither filled nor zeroed.
     """
     from pathlib import Path
 
@@ -144,6 +149,8 @@ def load(
         verify=verify,
         allow=frozenset(allow),
         copy_weights=copy_weights,
+        lazy_graphs=lazy_graphs,
+        bind=bind or {},
     )
     (model,) = restore.load(request, SilentObserver())
     return model

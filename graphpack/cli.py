@@ -229,6 +229,7 @@ def _configured(model: ModelConfig | None) -> dict[str, Any]:
 @click.option("--bench", is_flag=True, help="Time decode steps of each graph.")
 @click.option("--allow", multiple=True, metavar="FIELD", help="Waive one environment difference; repeatable.")
 @click.option("--copy-weights", is_flag=True, help="Copy weights instead of using the mapped checkpoint in place.")
+@click.option("--lazy-graphs", is_flag=True, help="On cuda: build a graph when it is first used.")
 @click.option("--config", type=PATH, metavar="FILE", help="Find weights through FILE, not ./graphpack.yaml.")
 def load(
     archive: Path,
@@ -239,6 +240,7 @@ def load(
     bench: bool,
     allow: tuple[str, ...],
     copy_weights: bool,
+    lazy_graphs: bool,
     config: Path | None,
 ) -> Answer:
     """Restore the entries of ARCHIVE and say what was proven.
@@ -260,6 +262,7 @@ def load(
         verify=verify,
         allow=frozenset(allow),
         copy_weights=copy_weights,
+        lazy_graphs=lazy_graphs,
         config=settings.file,
     )
     from graphpack import documents, report, restore

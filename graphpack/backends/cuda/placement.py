@@ -47,7 +47,9 @@ def _check_bound(layout: Layout, bound: Mapping[str, int]) -> None:
     for name, address in bound.items():
         region = regions.get(name)
         if region is None:
-            problems.append(Problem(shown(name), "", "bound, but no region of this name", "see graphpack inspect"))
+            problems.append(
+                Problem(shown(name), "", "bound, but no region of this name", "see the layout in the record")
+            )
             continue
         recorded = layout.base + region.offset
         if address % ALIGNMENT_KEPT != recorded % ALIGNMENT_KEPT:
