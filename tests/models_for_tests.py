@@ -117,7 +117,7 @@ def _(x: Tensor) -> Tensor:
 
 class Proxied(_Culprit):
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = twice(self.proj(x))
+        result: Tensor = twice(self.proj(x))  # the culprit
         return result
 
 

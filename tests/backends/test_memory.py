@@ -119,11 +119,11 @@ def test_an_object_that_needs_other_things_than_its_record_says_is_refused(edit:
     arrays["norm.weight"] = np.zeros(40 if edit == "size" else 8, np.float32)
     regions = [region("weight", name, array.shape) for name, array in arrays.items()] + [region("state", "seen", (8,))]
     memory = CpuMemory(regions, source(**arrays), {}, copy_weights=False)
-    changed: dict[str, Any] = {
+    changes: dict[str, dict[str, Any]] = {
         "order": {"bindings": tuple(reversed(graph.bindings))},
         "size": {},
         "inputs": {"inputs": (*graph.inputs, *graph.inputs)},
-    }[edit]
+    }
     lines = {
         "order": f"  blobs/sha256/{graph.object}: archived bindings[0] {graph.bindings[-1]}, here {graph.bindings[0]} "
         "in the object",
@@ -131,7 +131,7 @@ def test_an_object_that_needs_other_things_than_its_record_says_is_refused(edit:
         "inputs": f"  blobs/sha256/{graph.object}: archived 3 inputs, 1 outputs, here 2 and 1 in the object",
     }
     with pytest.raises(CorruptArchiveError) as refusal:
-        CpuGraph(loaded_torch(), replace(graph, **changed), object_of(normed, 2), memory)
+        CpuGraph(loaded_torch(), replace(graph, **changes[edit]), object_of(normed, 2), memory)
     assert str(refusal.value) == (f"the object of bucket 2x16 is not the one the record describes\n{lines[edit]}")
 
 

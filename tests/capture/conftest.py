@@ -1,11 +1,19 @@
-"""The shared archives."""
+"""The shared archives, and saving in this process without compiling the same source twice."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import graphpack
+from graphpack.backends.cpu import capture as cpu_capture
+from graphpack.backends.cpu import compile as cpu_compile
+from graphpack.results import SaveResult
 from tests.capture import saved
 
 
@@ -17,3 +25,49 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def normed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved.normed_archive(tmp_path_factory)
+
+
+Build = Callable[..., bytes]
+_objects: dict[str, bytes] = {}
+
+
+@pytest.fixture
+def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything of a save but g++, which runs once a test run for each source that Inductor writes."""
+    build: Build = cpu_compile.build
+
+    def build_once(directory: Path, name: str, *arguments: Any) -> bytes:
+        lines = [name]
+        for source in sorted(directory.rglob("*.cpp")):
+            # Comments hold the paths of this directory.
+            lines += [line for line in source.read_text().splitlines() if not line.startswith("//")]
+        key = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        if key not in _objects:
+            _objects[key] = build(directory, name, *arguments)
+        return _objects[key]
+
+    monkeypatch.setattr(cpu_capture, "build", build_once)
+
+
+Save = Callable[..., SaveResult]
+
+
+@pytest.fixture
+def save_normed(compiled_once: None, tmp_path: Path) -> Save:
+    """Save the `normed` model for batch size 2 to `tmp_path / "archive"`, in this process."""
+
+    def save(**options: Any) -> SaveResult:
+        settings: dict[str, Any] = {"batch_sizes": (2,), "seq_lens": (16,), **options}
+        return graphpack.save(saved.NORMED, tmp_path / "archive", **settings)
+
+    return save
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tiny models gain nothing from threads, which wait for each other on a busy machine."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
