@@ -160,10 +160,10 @@ def _compile(command: list[str], directory: Path, stop: Event) -> None:
         command, cwd=directory, env=environment, start_new_session=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
     )  # fmt: skip
-    while True:
+    said = ""
+    while process.returncode is None:
         try:
             _, said = process.communicate(timeout=0.1)
-            break
         except subprocess.TimeoutExpired:
             if stop.is_set():
                 os.killpg(process.pid, signal.SIGKILL)
