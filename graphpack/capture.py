@@ -18,9 +18,11 @@ from graphpack.archive.record import (
 from graphpack.archive.store import Archive, Entry
 from graphpack.backends import Captured, CapturedEntry, capturing
 from graphpack.config import find_config
-from graphpack.entry import write_entry
+from graphpack.entry import WrittenEntry, write_entry
 from graphpack.errors import (
+    CaptureRefusedError,
     CorruptArchiveError,
+    GraphpackError,
     NotFoundError,
     Problem,
     UsageError,
@@ -34,6 +36,8 @@ from graphpack.models.weights import WeightSource
 from graphpack.proof import prove
 from graphpack.results import GraphRow, Observer, SaveRequest, SaveResult, SilentObserver
 from graphpack.schema import to_plain
+
+_MOST_ZEROED = 8
 
 
 def save(request: SaveRequest, observer: Observer | None = None) -> SaveResult:
@@ -108,7 +112,7 @@ class _Save:
             path = str(self._model.path.resolve()) if self._model.path else ""
             written = write_entry(archive, self._name, wanted, captured, self._host, path)
         with self._stage("prove"):
-            self._notes += prove(archive.path, written.ref, self._model, source, self._request.device)
+            self._prove(archive, written, source, captured)
         with self._stage("commit"):
             archive.commit(written.ref, self._name)
         seconds = {found.graph.bucket: found.seconds for found in captured.graphs}
@@ -200,6 +204,21 @@ class _Save:
         )
         self._notes += captured.notes
         return captured
+
+    def _prove(self, archive: Archive, written: WrittenEntry, source: WeightSource, captured: CapturedEntry) -> None:
+        """Raises what the proof refused with; the words archived as zero may be why, and so they are named."""
+        try:
+            self._notes += prove(archive.path, written.ref, self._model, source, self._request.device)
+        except GraphpackError as error:
+            if not captured.zeroed:
+                raise
+            problems = (*error.problems, *captured.zeroed[:_MOST_ZEROED])
+            raise CaptureRefusedError(
+                "the captured graphs do not replay without memory that the recorder does not know", problems
+            ) from error
+        if captured.zeroed:
+            count = len(captured.zeroed)
+            self._notes.append(f"{count} left-over words of kernel parameters archived as zero; the proof needed none")
 
     def _result(
         self,

@@ -113,13 +113,17 @@ class CapturedGraph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedEntry:
-    """All graphs of an entry, smallest bucket first, and what they share; `constants` stand in the layout's order."""
+    """All graphs of an entry, smallest bucket first, and what they share; `constants` stand in the layout's order.
+
+    `zeroed` are words of kernel parameters that look like addresses of memory no graph was given, archived as zero.
+    """
 
     graphs: tuple[CapturedGraph, ...]
     layout: Layout
     constants: Mapping[str, bytes]
     images: Mapping[str, bytes]
     environment: Environment
+    zeroed: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
 
 

@@ -100,6 +100,7 @@ def _nodes(report: Report) -> None:
     handle = graph.raw_cuda_graph()
     for node in cuda.graph_nodes(handle).tolist():
         kind = cuda.node_type(node)
+        report.put(f"type of {node:x}", kind)
         if kind == structs.NODE_KERNEL:
             (row,) = cuda.kernel_node(node)
             function = int(row["func"]) or cuda.kernel_function(int(row["kern"]))
@@ -136,7 +137,6 @@ def _images(report: Report) -> None:
         about = {"bytes": len(image.data), "e_flags": hex(flags), "machine": machine, "abi": header[7:9].hex()}
         kernels = {"kernels": len(image.kernels), "one": min(image.kernels, default="")[:50]}
         report.put(f"image {image.digest[:12]}", {**about, **kernels})
-    expect(all(image.kernels for image in images), "an image without kernels")
 
 
 def _second(report: Report) -> None:

@@ -53,6 +53,7 @@ def finish(
         constants={region.name: encoded.constants[region.name] for region in regions if region.kind == "constant"},
         images=encoded.images,
         environment=environment,
+        zeroed=encoded.zeroed,
         notes=tuple(f"{name} holds addresses, so that this entry cannot be moved" for name in encoded.pinned),
     )
 

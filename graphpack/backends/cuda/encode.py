@@ -1,4 +1,9 @@
-"""Walked graphs -> columns: addresses become words of regions, and what points elsewhere is refused. Pure."""
+"""Walked graphs -> columns: addresses become words of regions. Pure.
+
+What a kernel's parameters hold between and behind the values it reads is left over from whatever ran before, and
+often looks like an address of other memory. Such a word cannot be told from a real one by looking, so it is archived
+as zero: a kernel that used it would fault in the proof, which then names these words.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +56,11 @@ def limits_of(graphs: Iterable[WalkedGraph]) -> dict[Identity, Limits]:
 
 def encode_graph(
     graph: WalkedGraph, limits: Mapping[Identity, Limits], regions: RegionMap, pointer_range: PointerRange, name: str
-) -> GraphColumns:
-    """The columns of a graph, which name only the regions it uses.
+) -> tuple[GraphColumns, tuple[Problem, ...]]:
+    """The columns of a graph, which name only the regions it uses; and the words of kernel parameters that look like
+    addresses of other memory, archived as zero: node, kernel, parameter and byte of each.
 
-    Raises CaptureRefusedError for every address that is in no region: its node, kernel, parameter and byte.
+    Raises CaptureRefusedError for a memset or a copy of memory that is in no region.
     """
     builder = ColumnsBuilder([region.name for region in regions.regions])
     launches: list[tuple[int, Launch]] = []
@@ -77,11 +83,11 @@ def encode_graph(
         raise _strays(problems)
     columns = builder.finish()
     words, strays = find_words(columns.parameters, columns.parameter_spans, regions, pointer_range)
-    if strays:
-        raise _strays([_located(stray, columns, launches, name) for stray in strays[:_MOST_PROBLEMS]])
     parameters = columns.parameters.copy()
-    parameters.view("<u8")[(words["at"] // 8).astype(np.int64)] = 0
-    return _pruned(replace(columns, words=words, parameters=parameters))
+    zeroed = [*(words["at"] // 8).tolist(), *(stray.at // 8 for stray in strays)]
+    parameters.view("<u8")[np.array(zeroed, np.int64)] = 0
+    located = tuple(_located(stray, columns, launches, name) for stray in strays)
+    return _pruned(replace(columns, words=words, parameters=parameters)), located
 
 
 def _identity(function: Function) -> Identity:

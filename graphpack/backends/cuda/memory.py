@@ -18,10 +18,8 @@ from graphpack.errors import CaptureRefusedError, GraphpackError, Problem
 from graphpack.graph import TensorSpec
 
 _Allocate = ctypes.CFUNCTYPE(c_void_p, c_size_t, c_int, c_void_p)
-_Free = ctypes.CFUNCTYPE(None, c_void_p, c_size_t, c_int, c_void_p)
-_KEEP_MAPPED = _Free(lambda *_: None)
-_callbacks: list[Any] = [_KEEP_MAPPED]
-"""torch may free a segment long after its pool: what it calls then must still be there."""
+_KEEP_MAPPED = ctypes.cast(ctypes.CDLL(None).getpid, c_void_p).value or 0
+"""What torch calls to free a segment: a C function without effects. It may be called when Python is gone already."""
 
 _CONFIGURATIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _REFUSED = ("expandable_segments:true", "backend:cudamallocasync")
@@ -49,9 +47,10 @@ class TorchMemory:
         self.segments: list[Span] = []
         self._failure: GraphpackError | None = None
         callback = _Allocate(self._allocate)
-        _callbacks.append(callback)
-        allocate, free = (ctypes.cast(function, c_void_p).value or 0 for function in (callback, _KEEP_MAPPED))
-        self._allocator = torch._C._cuda_customAllocator(allocate, free)
+        # torch keeps the address of the callback for as long as the process runs.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(callback))
+        allocate = ctypes.cast(callback, c_void_p).value or 0
+        self._allocator = torch._C._cuda_customAllocator(allocate, _KEEP_MAPPED)
         self.pool = torch.cuda.MemPool(self._allocator)
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:

@@ -34,13 +34,15 @@ _SCAN_BYTES = 1 << 30
 @dataclass(frozen=True, slots=True)
 class EncodedGraphs:
     """The graphs by name, their images by digest, all memory they use, and the content of its constants.
-    `pinned` are the weights and constants that hold addresses as data: where there are any, nothing can be moved."""
+    `pinned` are the weights and constants that hold addresses as data: where there are any, nothing can be moved.
+    `zeroed` are words that look like addresses of other memory: the proof must show that no kernel reads them."""
 
     columns: Mapping[str, c.GraphColumns]
     images: Mapping[str, bytes]
     regions: tuple[Region, ...]
     constants: Mapping[str, bytes]
     pinned: tuple[str, ...]
+    zeroed: tuple[Problem, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +162,10 @@ class MemoryRecorder:
         regions = self._regions(live)
         arena = RegionMap(self.space.base, self.space.bytes, regions)
         limits = limits_of(walked.values())
-        columns = {
+        encoded = {
             name: encode_graph(graph, limits, arena, self._driver.pointer_range, name) for name, graph in walked.items()
         }
+        columns = {name: found for name, (found, _) in encoded.items()}
         used = {region for graph in columns.values() for region in graph.names.regions}
         kept = tuple(region for region in regions if region.kind not in ("constant", "scratch") or region.name in used)
         return EncodedGraphs(
@@ -171,6 +174,7 @@ class MemoryRecorder:
             regions=kept,
             constants={region.name: self._contents[region.name] for region in kept if region.kind == "constant"},
             pinned=tuple(region.name for region in kept if self._holds_addresses(region)),
+            zeroed=tuple(problem for _, problems in encoded.values() for problem in problems),
         )
 
     def layout(self, regions: Sequence[Region], *, relocatable: bool) -> Layout:

@@ -42,18 +42,27 @@ def walked(driver: CapturingDriver) -> WalkedGraph:
         walker.close()
 
 
-def encoded(driver: CapturingDriver, allocations: Any = lambda _: None) -> c.GraphColumns:
+def encoded(driver: CapturingDriver) -> c.GraphColumns:
     graph = walked(driver)
-    columns = encode_graph(graph, limits_of([graph]), REGIONS, allocations, "1x8")
+    columns, zeroed = encode_graph(graph, limits_of([graph]), REGIONS, lambda _: None, "1x8")
+    assert not zeroed
     # What was written reads back the same, so that it also passes the reader's checks.
     again = c.decode(c.encode(columns), "a graph", REGIONS.regions)
     assert c.topology(again) == c.topology(columns)
     return columns
 
 
-def refusal(driver: CapturingDriver, allocations: Any = lambda _: None) -> str:
+def zeroed(driver: CapturingDriver, allocations: Any = lambda _: None) -> str:
+    """The words that were archived as zero, as they are named; their bytes must be zero."""
+    graph = walked(driver)
+    columns, problems = encode_graph(graph, limits_of([graph]), REGIONS, allocations, "1x8")
+    assert not columns.parameters.any()
+    return "\n".join(f"{problem.where}: {problem.here}" for problem in problems)
+
+
+def refusal(driver: CapturingDriver) -> str:
     with pytest.raises(CaptureRefusedError) as caught:
-        encoded(driver, allocations)
+        encoded(driver)
     return str(caught.value)
 
 
@@ -87,7 +96,7 @@ def test_the_limit_counts_launches_of_all_graphs(driver: CapturingDriver) -> Non
     first = walked(driver)
     driver.kernel(GEMM, [bytes(64), bytes(8)], shared=5000)
     limits = limits_of([first, walked(driver)])
-    (kernel,) = encode_graph(first, limits, REGIONS, lambda _: None, "1x8").names.kernels
+    (kernel,) = encode_graph(first, limits, REGIONS, lambda _: None, "1x8")[0].names.kernels
     assert kernel.max_dynamic_shared == 5000
 
 
@@ -210,7 +219,7 @@ def test_a_kernel_of_unknown_code_is_refused_at_its_node(driver: CapturingDriver
 def test_an_address_in_no_region_names_kernel_parameter_and_byte(driver: CapturingDriver) -> None:
     driver.node(structs.NODE_EMPTY)
     driver.kernel(GEMM, [bytes(16) + address(600) + bytes(40), bytes(8)])
-    text = refusal(driver)
+    text = zeroed(driver)
     assert "1x8: node 1, kernel gemm, parameter 0, byte 16" in text
     assert "in the arena, but in no region" in text
 
@@ -218,7 +227,7 @@ def test_an_address_in_no_region_names_kernel_parameter_and_byte(driver: Capturi
 def test_an_address_of_foreign_memory_is_refused(driver: CapturingDriver) -> None:
     foreign = 0x7F00_0000_0000
     driver.kernel(ADD, [foreign.to_bytes(8, "little"), bytes(4)])
-    text = refusal(driver, {foreign: (foreign, 512)}.get)
+    text = zeroed(driver, {foreign: (foreign, 512)}.get)
     assert "kernel add, parameter 0, byte 0" in text
     assert "512 bytes that the recorder did not make" in text
 
