@@ -17,7 +17,7 @@ def widened(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def narrowed_to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """uint16 bit patterns nearest to float32 `values`, ties to even; every NaN becomes 0x7fc0, one of those torch writes."""
+    """uint16 bit patterns nearest to float32 `values`, ties to even; every NaN becomes 0x7fc0."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = bits + 0x7FFF + ((bits >> 16) & 1)
     return np.where(np.isnan(values), np.uint32(0x7FC0), rounded >> 16).astype(np.uint16)

@@ -274,7 +274,7 @@ def decode(data: bytes, bucket: Bucket, inputs: tuple[TensorSpec, ...], output: 
     problems = [
         Problem(where, f"{name} has an index out of range", f"0 to {limit - 1}")
         for name, limit in limits.items()
-        if shaped[name].size and not (0 <= shaped[name].min() and shaped[name].max() < limit)
+        if shaped[name].size and not (shaped[name].min() >= 0 and shaped[name].max() < limit)
     ]
     problems += [
         Problem(where, f"{spec.name} has a value out of range", f"{spec.minimum} to {spec.maximum}")

@@ -187,7 +187,9 @@ class RestoredModel:
 
     def _buckets_problem(self, here: str) -> Problem:
         captured = ", ".join(str(bucket) for bucket in self.buckets)
-        return Problem("bucket", captured, here, "call with a captured size, or save with larger --batch-sizes/--seq-lens")
+        return Problem(
+            "bucket", captured, here, "call with a captured size, or save with larger --batch-sizes/--seq-lens"
+        )
 
     def _require_open(self) -> None:
         if self._closed:
@@ -276,7 +278,11 @@ def _check_inputs(specs: Sequence[TensorSpec], given: Mapping[str, np.ndarray], 
     """Everything the compiled graph would not check and would answer with wrong numbers or an abort."""
     names = [spec.name for spec in specs]
     problems = [Problem(name, "required", "missing") for name in names if name not in given]
-    problems += [Problem(name, "no such input", "given", f"the inputs are {', '.join(names)}") for name in given if name not in names]
+    problems += [
+        Problem(name, "no such input", "given", f"the inputs are {', '.join(names)}")
+        for name in given
+        if name not in names
+    ]
     for spec in specs:
         if spec.name in given:
             problems += _check_input(spec, given[spec.name])

@@ -62,7 +62,7 @@ def generate(step: TracedStep, isa: CpuIsa, directory: Path) -> Path:
         with torch.no_grad(), _plain_path(directory) as path:
             options["aot_inductor.output_path"] = f"{path}/"
             torch._inductor.aot_compile(step.program.module(), step.inputs, options=options)
-    except Exception as error:  # noqa: BLE001 - Inductor raises many unrelated types; each means this step has no object
+    except Exception as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         raise CaptureRefusedError(
             "torch cannot compile the step", [Problem("the model", "", lines[0] if lines else type(error).__name__)]
@@ -74,7 +74,9 @@ def generate(step: TracedStep, isa: CpuIsa, directory: Path) -> Path:
         raise CaptureRefusedError(
             "the step needs operations that run only inside Python",
             [
-                Problem(_line_of(name, step), "", f"{name} has no C interface in this torch", "compute it outside the step")
+                Problem(
+                    _line_of(name, step), "", f"{name} has no C interface in this torch", "compute it outside the step"
+                )
                 for name in _proxied(directory) or [PROXY_EXECUTOR]
             ],
         )

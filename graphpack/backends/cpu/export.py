@@ -25,7 +25,7 @@ _LIBRARY = Path(torch.__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """`constants` are the tensors the module holds that no checkpoint has, by name: tables, derived buffers, literals."""
+    """`constants` are the tensors of the module that no checkpoint has, by name: tables, derived buffers, literals."""
 
     program: ExportedProgram
     inputs: tuple[torch.Tensor, ...]
@@ -52,7 +52,7 @@ def trace(
     try:
         with _quiet(), evaluating(module), torch.no_grad(), torch.random.fork_rng(devices=[]):
             program = torch.export.export(module, examples, strict=False)
-    except Exception as error:  # noqa: BLE001 - torch.export raises a dozen unrelated types for one reason: not capturable
+    except Exception as error:
         raise CaptureRefusedError(
             "the model does something that a captured graph cannot hold", [_trace_problem(error)]
         ) from error
@@ -117,7 +117,12 @@ def _user_line(chain: Sequence[BaseException]) -> str:
     for link in chain:
         for frame in reversed(traceback.extract_tb(link.__traceback__)):
             path = Path(frame.filename)
-            if path.is_file() and _LIBRARY not in path.parents and path != Path(__file__) and "contextlib" not in path.name:
+            if (
+                path.is_file()
+                and _LIBRARY not in path.parents
+                and path != Path(__file__)
+                and "contextlib" not in path.name
+            ):
                 return f"{frame.filename}:{frame.lineno}"
     return "the model"
 

@@ -77,7 +77,9 @@ def check_described(code: bytes, record: Record, graph: Graph, where: str) -> li
     elf = parse(code)
     problems = []
     if graph.images:
-        problems.append(Problem(f"images of bucket {graph.bucket}", str(len(graph.images)), "none on cpu", "save again"))
+        problems.append(
+            Problem(f"images of bucket {graph.bucket}", str(len(graph.images)), "none on cpu", "save again")
+        )
     if elf.soname != object_name(settings_digest(record.settings), graph.topology):
         match = _OBJECT_NAME.fullmatch(elf.soname or "")
         here = f"topology {match[2][:12]} in the object" if match else f"an object named {shown(elf.soname)}"

@@ -57,7 +57,17 @@ class TorchLibrary:
                 [Problem("environment.torch", "", str(error), "install the torch build that the entry names")],
             ) from error
         int64s = POINTER(c_int64)
-        self.create.argtypes = [c_void_p, c_int64, int64s, int64s, c_int64, c_int32, c_int32, c_int32, POINTER(c_void_p)]
+        self.create.argtypes = [
+            c_void_p,
+            c_int64,
+            int64s,
+            int64s,
+            c_int64,
+            c_int32,
+            c_int32,
+            c_int32,
+            POINTER(c_void_p),
+        ]
         self.duplicate.argtypes = [c_void_p, POINTER(c_void_p)]
         self.delete.argtypes = [c_void_p]
         self.data_pointer.argtypes = [c_void_p, POINTER(c_void_p)]
@@ -123,7 +133,9 @@ class CompiledObject:
 
     def _call(self, status: int, what: str) -> None:
         if status:
-            raise GraphpackError(f"AOTInductor failed to {what} {self._label}: status {status}; its reason is on stderr")
+            raise GraphpackError(
+                f"AOTInductor failed to {what} {self._label}: status {status}; its reason is on stderr"
+            )
 
     def constants(self) -> tuple[Constant, ...]:
         """Every weight and constant the object needs, in its own order."""
@@ -152,9 +164,13 @@ class CompiledObject:
 
     def bind(self, handles: Mapping[bytes, c_void_p]) -> None:
         """Point every constant at caller-owned memory, without copying."""
-        entries = (_ConstantEntry * len(handles))(*[_ConstantEntry(key, handle.value) for key, handle in handles.items()])
+        entries = (_ConstantEntry * len(handles))(
+            *[_ConstantEntry(key, handle.value) for key, handle in handles.items()]
+        )
         bind = self._function("UpdateUserManagedConstantBufferPairs")
-        self._call(bind(self._container, entries, c_size_t(len(handles)), c_bool(False), c_bool(True)), "bind the weights of")
+        self._call(
+            bind(self._container, entries, c_size_t(len(handles)), c_bool(False), c_bool(True)), "bind the weights of"
+        )
 
     def run(self, inputs: Any, input_count: int, outputs: Any, output_count: int) -> None:
         """Run once over arrays of handles. The input handles are consumed; the output handles are the caller's."""
