@@ -286,7 +286,10 @@ class Driver(Library):
         return ends[0], ends[1], data
 
     def node_type(self, node: int) -> int:
-        return self._number("cuGraphNodeGetType", node)
+        # Unlike most of the driver's questions, this one has its answer's place last.
+        kind = c_int()
+        self._call("cuGraphNodeGetType", node, byref(kind))
+        return kind.value
 
     def kernel_node(self, node: int) -> np.ndarray:
         """One row of dtype `KERNEL_NODE_PARAMS`. Its pointers are good for as long as the node."""
@@ -306,7 +309,9 @@ class Driver(Library):
         return params
 
     def child_graph(self, node: int) -> int:
-        return self._handle("cuGraphChildGraphNodeGetGraph", node)
+        graph = c_uint64()
+        self._call("cuGraphChildGraphNodeGetGraph", node, byref(graph))
+        return graph.value
 
     def node_attribute(self, node: int, attribute: int) -> bytes | None:
         """The 64 bytes of a kernel node's launch attribute; None for one this driver cannot read."""

@@ -6,6 +6,7 @@ its modules. Images are therefore collected as they are loaded, and matched by t
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import importlib.util
 import re
@@ -99,6 +100,8 @@ class Listener:
                 [Problem("cuptiSubscribe", "", _error(cupti, status), "capture without a profiler")],
             )
         _check(cupti, status, "cuptiSubscribe")
+        # The driver still unloads modules when Python has gone, and its callback with it.
+        atexit.register(cupti.cuptiUnsubscribe, subscriber)
         _check(cupti, cupti.cuptiEnableCallback(1, subscriber, _RESOURCE, _MODULE_LOADED), "cuptiEnableCallback")
         for call in _WATCHED:
             _check(cupti, cupti.cuptiEnableCallback(1, subscriber, _DRIVER_API, call), f"cuptiEnableCallback({call})")

@@ -66,14 +66,31 @@ _PINNED = "the entry holds addresses as data and cannot be moved; load it at its
 
 
 def _scattered(regions: Sequence[Region], granularity: int, bound: Mapping[str, int]) -> Placement:
-    """In reverse order, with gaps that grow: no two regions move by the same distance."""
+    """In reverse order, with gaps that grow: no two regions move by the same distance, but for those that touch.
+
+    Regions that touch are parts of one allocation of torch, in which a tensor of another bucket may have lain across
+    their border: they stay together.
+    """
     offsets: dict[str, int] = {}
     end = 0
-    for position, region in enumerate(reversed(regions)):
-        start = -(-end // _STEP) * _STEP + position % 7 * _STEP
-        offsets[region.name] = start + region.offset % ALIGNMENT_KEPT
-        end = offsets[region.name] + region.bytes + ALIGNMENT_KEPT
+    for position, group in enumerate(reversed(_touching(regions))):
+        first = group[0].offset
+        start = -(-end // _STEP) * _STEP + position % 7 * _STEP + first % ALIGNMENT_KEPT
+        offsets |= {region.name: start + region.offset - first for region in group}
+        end = start + group[-1].offset + group[-1].bytes - first + ALIGNMENT_KEPT
     return Placement(-(-max(end, 1) // granularity) * granularity, offsets, dict(bound))
+
+
+def _touching(regions: Sequence[Region]) -> list[list[Region]]:
+    """The regions by offset, those together that have nothing between them."""
+    groups: list[list[Region]] = []
+    for region in sorted(regions, key=lambda region: region.offset):
+        last = groups[-1][-1] if groups else None
+        if last is not None and region.offset <= last.offset + last.bytes:
+            groups[-1].append(region)
+        else:
+            groups.append([region])
+    return groups
 
 
 def spans(regions: Sequence[Region], offsets: Mapping[str, int], granularity: int) -> list[tuple[int, int]]:

@@ -30,6 +30,9 @@ class FakeCupti:
         self.callback = callback
         return self.status
 
+    def cuptiUnsubscribe(self, _: Any) -> int:  # noqa: N802
+        return 0
+
     def cuptiEnableCallback(self, on: int, _: Any, domain: int, call: int) -> int:  # noqa: N802
         assert on == 1
         self.enabled.add((domain, call))
