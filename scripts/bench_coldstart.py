@@ -110,7 +110,10 @@ def package(arguments: argparse.Namespace) -> None:
     module, inputs = _eager(arguments)
     clock.mark("model and weights")
     run = torch._inductor.aoti_load_package(arguments.package)
-    run.load_constants(dict(module.state_dict(keep_vars=False)), check_full_update=False, user_managed=True)
+    wanted = set(run.get_constant_fqns())
+    tensors = {**module.state_dict(), **dict(module.named_buffers())}
+    constants = {name: tensor for name, tensor in tensors.items() if name in wanted}
+    run.load_constants(constants, check_full_update=True, user_managed=True)
     clock.mark("load package")
     with torch.no_grad():
         run(*inputs)

@@ -9,7 +9,7 @@
 # tests            refusals, relocation, two archives, leaks, the engine example
 # compile          the smoke stage for torch.compile's kernels, with empty caches
 # archives         the two small archives for tests/archives, as one tar file
-# bench MODEL      save, restore and measure a big model: 0.6b, 1b, 8b, or compile for 0.6b compiled
+# bench MODEL      save, restore and measure a big model: 0.6b, 1b, 8b, compile for 0.6b compiled, quick for four buckets
 #
 # A stage that fails is reported with its traceback, and the next one runs. What was measured is written as JSON to
 # $OUT (build/gpu without). Python packages that are missing come from wheels in .whl/.

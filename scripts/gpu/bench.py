@@ -1,6 +1,6 @@
 """A big model on this GPU: capture beside restore, stages, bandwidths, the floor, replays beside torch's own graph.
 
-python scripts/gpu/bench.py 0.6b|1b|8b|compile [--quick]
+python scripts/gpu/bench.py 0.6b|1b|8b|compile|quick
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Plan:
 
 PLANS = {
     "0.6b": Plan("qwen3-0.6b", DENSE, (1, 8, 32, 128), 2.0),
+    "quick": Plan("qwen3-0.6b", (1, 8, 32, 128), (1, 8, 32, 128), 2.0),
     "1b": Plan("llama-3.2-1b", DENSE, (1, 8, 32, 128), 2.0),
     "8b": Plan("qwen3-8b", (1, 2, 4, 8, 16, 24, 32), (1, 8, 32), 1.5),
     "compile": Plan("qwen3-0.6b", (1, 8, 32, 128), (1, 8, 32, 128), 2.0, compiled=True),

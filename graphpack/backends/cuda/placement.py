@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from graphpack.archive.record import Layout
+from graphpack.backends.cuda.spans import touching
 from graphpack.errors import LayoutMismatchError, Problem
 from graphpack.graph import Region
 from graphpack.schema import shown
@@ -73,24 +74,12 @@ def _scattered(regions: Sequence[Region], granularity: int, bound: Mapping[str, 
     """
     offsets: dict[str, int] = {}
     end = 0
-    for position, group in enumerate(reversed(_touching(regions))):
+    for position, group in enumerate(reversed(touching(regions))):
         first = group[0].offset
         start = -(-end // _STEP) * _STEP + position % 7 * _STEP + first % ALIGNMENT_KEPT
         offsets |= {region.name: start + region.offset - first for region in group}
         end = start + group[-1].offset + group[-1].bytes - first + ALIGNMENT_KEPT
     return Placement(-(-max(end, 1) // granularity) * granularity, offsets, dict(bound))
-
-
-def _touching(regions: Sequence[Region]) -> list[list[Region]]:
-    """The regions by offset, those together that have nothing between them."""
-    groups: list[list[Region]] = []
-    for region in sorted(regions, key=lambda region: region.offset):
-        last = groups[-1][-1] if groups else None
-        if last is not None and region.offset <= last.offset + last.bytes:
-            groups[-1].append(region)
-        else:
-            groups.append([region])
-    return groups
 
 
 def spans(regions: Sequence[Region], offsets: Mapping[str, int], granularity: int) -> list[tuple[int, int]]:

@@ -56,3 +56,15 @@ def _remaining(whole: Sequence[Span], taken: Sequence[Span]) -> Iterator[Span]:
             start = other + length
         if start < end:
             yield start, end - start
+
+
+def touching(regions: Sequence[Region]) -> list[list[Region]]:
+    """The regions by offset, those together that have nothing between them."""
+    groups: list[list[Region]] = []
+    for region in sorted(regions, key=lambda region: region.offset):
+        last = groups[-1][-1] if groups else None
+        if last is not None and region.offset <= last.offset + last.bytes:
+            groups[-1].append(region)
+        else:
+            groups.append([region])
+    return groups
