@@ -70,7 +70,9 @@ def _eager(arguments: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
     model = resolve(str(Path(arguments.checkpoint).resolve()))
     step = model.build(model.open_weights(), model.stored_dtype)
     bucket = Bucket(arguments.batch, arguments.seq_len)
-    state = [torch.zeros(s.shape, dtype=getattr(torch, s.dtype)) for s in step.state(arguments.slots, arguments.seq_len)]
+    state = [
+        torch.zeros(s.shape, dtype=getattr(torch, s.dtype)) for s in step.state(arguments.slots, arguments.seq_len)
+    ]
     rows = torch.zeros(arguments.batch, dtype=torch.int64)
     return step.module_for(bucket), (rows, rows, torch.arange(arguments.batch), *state)
 
@@ -223,13 +225,17 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _cpu() -> str:
-    names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    names = [
+        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
     return names[0] if names else platform.machine()
 
 
 def show(result: dict[str, Any]) -> None:
     median = statistics.median
-    print(f"{result['machine']['cores']} cores, {result['machine']['cpu']}, torch {result['torch']}, batch {result['batch']}")
+    print(
+        f"{result['machine']['cores']} cores, {result['machine']['cpu']}, torch {result['torch']}, batch {result['batch']}"
+    )
     print("\nprocess start to first step, seconds (median)")
     for name in ("python -c pass", "import torch"):
         print(f"  {name:28s} {median(result[name]):8.3f}")
@@ -237,14 +243,18 @@ def show(result: dict[str, Any]) -> None:
         print(f"  {name:28s} {median(run['total'] for run in runs):8.3f}")
         stages = {**runs[-1]["stages"], **runs[-1].get("detail", {})}
         print("      " + ", ".join(f"{stage} {seconds:.3f}" for stage, seconds in stages.items()))
-    print(f"\nsteps, ms (median of {len(result['step_ms']['restored'])} interleaved rounds, {result['threads']} threads)")
+    print(
+        f"\nsteps, ms (median of {len(result['step_ms']['restored'])} interleaved rounds, {result['threads']} threads)"
+    )
     for name, times in result["step_ms"].items():
         print(f"  {name:28s} {median(times):8.3f}")
     restored_seconds = median(run["total"] for run in result["ways"]["restored"])
     eager_step = median(run["second_step"] for run in result["ways"]["eager"])
     limit = 0.5 * median(result["import torch"]) + 2 * eager_step
     ratio = median(result["step_ms"]["restored"]) / median(result["step_ms"]["torch.compile"])
-    print(f"\nstart: {restored_seconds:.3f} s, at most {limit:.3f} s (half of import torch, two eager steps): {_met(restored_seconds <= limit)}")
+    print(
+        f"\nstart: {restored_seconds:.3f} s, at most {limit:.3f} s (half of import torch, two eager steps): {_met(restored_seconds <= limit)}"
+    )
     print(f"step: {ratio:.3f} of torch.compile's, at most 1.05: {_met(ratio <= 1.05)}")
 
 

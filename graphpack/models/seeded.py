@@ -75,9 +75,13 @@ def _masks(name: str, dtype: str, shape: tuple[int, ...], tied: bool) -> tuple[i
 def _exponent(name: str, shape: tuple[int, ...], tied: bool) -> int:
     """Weights lie in [2^e, 2^(e+1)) on either side of zero, so their deviation is about 1.5 * 2^e.
 
-    Projections get about 1/sqrt(fan-in); the output projection more, so that logits spread over several units.
+    Projections get about 1/sqrt(fan-in); the output projection more, so that logits spread over several units; those
+    that add to the residual stream less, or rounding grows from layer to layer until bfloat16 answers something else.
+    Not so with a tied embedding: a stream that is nearly the embedding would answer with its own token.
     """
     fan_in = -(shape[-1].bit_length() // 2)
+    if not tied and name.endswith(("o_proj.weight", "down_proj.weight")):
+        return fan_in - 3
     if name == "model.embed_tokens.weight" and not tied:
         return -1
     if name in ("model.embed_tokens.weight", "lm_head.weight"):

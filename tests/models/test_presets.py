@@ -18,7 +18,7 @@ from graphpack.models.registry import resolve
 from graphpack.models.weights import WeightSource
 
 PINNED = {
-    "tiny-llama": "8e3a8e5ac85f9ce7b058f77d054a00bd2765287a27ffaeb409ed88ae2b2f6f01",
+    "tiny-llama": "33b525f061c4f6037a8641b6159cad57cc37d449e1631c18f58c5c17046ed0d0",
     "tiny-qwen3": "61e8821795e5e1ee2ea6d49645e72c0661eb34ddde2e12d82b9ac181f19cd92c",
 }
 
