@@ -90,7 +90,7 @@ class _Save:
         with self._stage("hash"):
             total = sum(tensor.bytes for tensor in source.tensors.values())
             weights = hash_weights(source, progress=lambda done: self._observer.bytes("weights", done, total))
-            self._note_claims(source, weights)
+            self._note_claims(source)
         wanted = self._wanted(weights)
         existing = self._existing(archive)
         if existing is not None:
@@ -137,7 +137,7 @@ class _Save:
         if problems:
             raise UsageError("the model cannot be captured at these sizes", problems)
 
-    def _note_claims(self, source: WeightSource, weights: Weights) -> None:
+    def _note_claims(self, source: WeightSource) -> None:
         for path in source.claimed_digests:
             self._notes.append(f"{path.name}: its hub name claims a SHA-256; graphpack relies on the bytes it hashed")
 

@@ -14,7 +14,7 @@ from graphpack.schema import Rule, one_of
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """`numpy` is the name of the numpy type that carries the same bytes; bfloat16 and float8 travel as unsigned integers."""
+    """`numpy` names the numpy type that carries the same bytes; bfloat16 and float8 travel as unsigned integers."""
 
     name: str
     itemsize: int

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-
 from typing import Annotated
 
 from graphpack.dtypes import DTYPES, DtypeName

@@ -1,3 +1,4 @@
+# ruff: noqa: T201
 """Process start to first decoded step, and the time of later steps: restored graphs beside torch's own ways.
 
     python scripts/bench_coldstart.py CHECKPOINT ARCHIVE [--batch 1] [--runs 5] [--json FILE]
@@ -173,7 +174,7 @@ def child(arguments: argparse.Namespace, name: str, **environment: str) -> dict[
     for option in ("batch", "runs", "seq_len", "slots", "package"):
         command += [f"--{option.replace('_', '-')}", str(getattr(arguments, option))]
     started = {**os.environ, **environment, START: str(time.time())}
-    done = subprocess.run(command, env=started, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, env=started, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{name} failed:\n{done.stderr[-3000:]}")
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1]) if done.stdout else {}

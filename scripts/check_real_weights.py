@@ -1,8 +1,10 @@
+# ruff: noqa: T201
 """A restored SmolLM2-135M against transformers on the same checkpoint: logits, and 64 greedy tokens of three prompts.
 
     python scripts/check_real_weights.py CHECKPOINT ARCHIVE
 
-CHECKPOINT comes from scripts/make_smollm2.py, ARCHIVE from `graphpack save CHECKPOINT ARCHIVE`. Exits 1 on a difference.
+CHECKPOINT comes from scripts/make_smollm2.py, ARCHIVE from `graphpack save CHECKPOINT ARCHIVE`.
+Exits 1 on a difference.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graphpack.dtypes import DTYPES
 from graphpack.graph import Bucket, TensorSpec

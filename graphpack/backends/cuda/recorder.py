@@ -223,7 +223,7 @@ class MemoryRecorder:
 
 
 def _reached(regions: Sequence[Region], named: set[str]) -> set[str]:
-    """`named` regions, and those that a tensor which starts in one may reach into: what touches it is one allocation."""
+    """`named` regions, and those that a tensor in one may reach into: regions that touch are one allocation."""
     groups = [{region.name for region in group} for group in touching(regions)]
     return {name for group in groups if group & named for name in group}
 
