@@ -32,8 +32,8 @@ ORDER = """
     backends.cuda.structs backends.cuda.libcuda backends.cuda.driver backends.cuda.device
     backends.cuda.attributes backends.cuda.columns_check backends.cuda.columns backends.cuda.builder
     backends.cuda.host backends.cuda.images backends.cuda.spans backends.cuda.placement backends.cuda.arena
-    backends.cuda.rebuild backends.cuda.upload backends.cuda.device_memory backends.cuda.executable backends.cuda.session
-    backends.cuda.restore
+    backends.cuda.rebuild backends.cuda.upload backends.cuda.device_memory backends.cuda.executable
+    backends.cuda.session backends.cuda.restore
     backends.cuda
     backends.cuda.cubin backends.cuda.listener backends.cuda.walk backends.cuda.audit backends.cuda.encode
     backends.cuda.space backends.cuda.memory backends.cuda.recorder
