@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,6 +13,7 @@ from graphpack.backends import UNWRITTEN, CapturedEntry, CapturedGraph
 from graphpack.backends.cuda import columns as c
 from graphpack.backends.cuda.capture import CapturedBucket
 from graphpack.backends.cuda.recorder import EncodedGraphs, MemoryRecorder, spec_of
+from graphpack.backends.cuda.spans import reached
 from graphpack.errors import CaptureRefusedError, Problem
 from graphpack.graph import Region, TensorSpec
 from graphpack.regions import expected_regions
@@ -81,7 +82,6 @@ def _described(
 ) -> CapturedGraph:
     """A graph as the record will describe it."""
     columns = encoded.columns[str(one.bucket)]
-    used = frozenset(columns.names.regions)
     graph = Graph(
         bucket=one.bucket,
         topology=c.topology(columns),
@@ -90,7 +90,7 @@ def _described(
         inputs=one.takes,
         outputs=one.gives,
         state=state,
-        bindings=tuple(r.name for r in encoded.regions if r.kind in ("weight", "constant") and r.name in used),
+        bindings=bindings_of(encoded.regions, columns.names.regions),
         golden=UNWRITTEN,
         golden_steps=golden.STEPS,
         tolerance=agreement.tolerance,
@@ -103,6 +103,14 @@ def _described(
         golden=golden.encode(agreement.golden),
         seconds=one.seconds,
     )
+
+
+def bindings_of(regions: Sequence[Region], used: Iterable[str]) -> tuple[str, ...]:
+    """The weights among the regions that a graph points at, and the constants that it may reach from these: a constant
+    that nobody binds has no region in the entry, and a tensor that lies across it would be torn when regions move."""
+    found = {"weight": frozenset(used)}
+    found["constant"] = reached(regions, found["weight"])
+    return tuple(region.name for region in regions if region.name in found.get(region.kind, ()))
 
 
 def _check_bindings(graphs: Sequence[Graph], weights: frozenset[str]) -> None:

@@ -83,13 +83,13 @@ class TorchMemory:
             raise failure from error
 
     def live(self) -> tuple[Span, ...]:
-        """The blocks of the pool that somebody still holds, as (offset, bytes)."""
+        """What somebody still holds of the pool, as (offset, bytes), without what torch rounds it up by."""
         spans = []
         for segment in self.pool.snapshot():  # type: ignore[no-untyped-call]
             address = segment["address"]
             for block in segment["blocks"]:
                 if block["state"].startswith("active"):
-                    spans.append((address - self._space.base, block["size"]))
+                    spans.append((address - self._space.base, block["requested_size"]))
                 address += block["size"]
         return tuple(sorted(spans))
 

@@ -21,7 +21,7 @@ from graphpack.backends.cuda.encode import encode_graph, limits_of
 from graphpack.backends.cuda.listener import listener
 from graphpack.backends.cuda.memory import TorchMemory
 from graphpack.backends.cuda.space import BASE_STEP, Space, base_of
-from graphpack.backends.cuda.spans import check_overlaps, placed, raw, remaining, touching
+from graphpack.backends.cuda.spans import check_overlaps, placed, raw, reached, remaining
 from graphpack.backends.cuda.walk import Walker
 from graphpack.errors import CaptureRefusedError, Problem
 from graphpack.graph import Region, TensorSpec
@@ -166,7 +166,7 @@ class MemoryRecorder:
             name: encode_graph(graph, limits, arena, self._driver.pointer_range, name) for name, graph in walked.items()
         }
         columns = {name: found for name, (found, _) in encoded.items()}
-        used = _reached(regions, {region for graph in columns.values() for region in graph.names.regions})
+        used = reached(regions, (region for graph in columns.values() for region in graph.names.regions))
         kept = tuple(region for region in regions if region.kind not in ("constant", "scratch") or region.name in used)
         return EncodedGraphs(
             columns=columns,
@@ -220,12 +220,6 @@ class MemoryRecorder:
             if bool(((words >= low) & (words < high)).any()):
                 return True
         return False
-
-
-def _reached(regions: Sequence[Region], named: set[str]) -> set[str]:
-    """`named` regions, and those that a tensor in one may reach into: regions that touch are one allocation."""
-    groups = [{region.name for region in group} for group in touching(regions)]
-    return {name for group in groups if group & named for name in group}
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:

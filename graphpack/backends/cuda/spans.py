@@ -68,3 +68,10 @@ def touching(regions: Sequence[Region]) -> list[list[Region]]:
         else:
             groups.append([region])
     return groups
+
+
+def reached(regions: Sequence[Region], named: Iterable[str]) -> frozenset[str]:
+    """`named` regions, and those that a tensor in one may reach into: regions that touch are one allocation."""
+    wanted = frozenset(named)
+    groups = [{region.name for region in group} for group in touching(regions)]
+    return frozenset(name for group in groups if group & wanted for name in group)
