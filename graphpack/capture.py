@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
@@ -36,6 +34,7 @@ from graphpack.models.weights import WeightSource
 from graphpack.proof import prove
 from graphpack.results import GraphRow, Observer, SaveRequest, SaveResult, SilentObserver
 from graphpack.schema import to_plain
+from graphpack.stages import Stages
 
 _MOST_ZEROED = 8
 
@@ -63,7 +62,7 @@ class _Save:
     def __init__(self, request: SaveRequest, observer: Observer) -> None:
         self._request = request
         self._observer = observer
-        self._stages: dict[str, float] = {}
+        self._stage = Stages(observer)
         self._notes: list[str] = []
 
     def run(self) -> SaveResult:
@@ -117,15 +116,6 @@ class _Save:
             archive.commit(written.ref, self._name)
         seconds = {found.graph.bucket: found.seconds for found in captured.graphs}
         return self._result(written.record, "replaced" if existing else "saved", written.bytes, seconds)
-
-    @contextmanager
-    def _stage(self, name: str) -> Iterator[None]:
-        self._observer.stage(name)
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._stages[name] = self._stages.get(name, 0.0) + time.perf_counter() - start
 
     def _check_sizes(self) -> None:
         limit = self._model.config.get("max_position_embeddings")
@@ -247,6 +237,6 @@ class _Save:
             settings_digest=settings_digest(record.settings),
             topology=tuple(graph.topology for graph in record.graphs),
             bytes_written=written,
-            stages=dict(self._stages),
+            stages=dict(self._stage.seconds),
             notes=tuple(self._notes),
         )

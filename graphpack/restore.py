@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from graphpack import golden
@@ -38,6 +37,7 @@ from graphpack.models.weights import WeightSource
 from graphpack.regions import CAPTURE_VERSION, check_specs, expected_regions, unpack_constants
 from graphpack.replay import RestoredModel, verify_graphs
 from graphpack.results import LoadedEntry, LoadRequest, Observer, SilentObserver, VerifiedBucket
+from graphpack.stages import Stages
 
 
 def load(request: LoadRequest, observer: Observer | None = None) -> list[RestoredModel]:
@@ -86,7 +86,7 @@ class _Restore:
         self._config = config
         self._observer = observer
         self._ladder = Ladder()
-        self._stages: dict[str, float] = {}
+        self._stage = Stages(observer)
         self._blobs: dict[str, bytes] = {}
 
     def run(self) -> RestoredModel:
@@ -121,15 +121,6 @@ class _Restore:
             verified = self._verify(graphs, memory)
             undo.pop_all()
         return RestoredModel(self._record, graphs, memory, self._result(memory, verified))
-
-    @contextmanager
-    def _stage(self, name: str) -> Iterator[None]:
-        self._observer.stage(name)
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._stages[name] = self._stages.get(name, 0.0) + time.perf_counter() - start
 
     def _check_format(self) -> None:
         record = self._record
@@ -302,7 +293,7 @@ class _Restore:
             name=self._name,
             device=self._record.entry.backend,
             graphs=len(self._record.graphs),
-            stages=dict(self._stages),
+            stages=dict(self._stage.seconds),
             ladder=tuple(self._ladder.rungs),
             verified=verified,
             weights_bytes=self._record.weights.bytes,

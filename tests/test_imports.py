@@ -20,13 +20,13 @@ LONGEST_MODULE = 400
 # A module imports only what stands before it.
 ORDER = """
     errors elf words process
-    schema dtypes graph results config convert
+    schema dtypes graph results stages config convert
     archive archive.record archive.codec archive.oci archive.files archive.looks archive.check archive.store
     archive.validate
     identity identity.environment identity.cpu_isa identity.digests identity.weights identity.layout identity.compat
     models models.step models.jsonfile models.safetensors models.seeded models.weights models.architecture models.specs
     models.checkpoint models.presets models.decoder models.factory models.registry models.locate
-    regions tensor golden backends lockstep
+    regions tensor golden backends lockstep modes
     backends.cpu.policy backends.cpu.memory backends.cpu.runtime backends.cpu.restore backends.cpu
     backends.cpu.export backends.cpu.compile backends.cpu.capture backends.cpu.agree backends.cpu.capturing
     backends.cuda.structs backends.cuda.libcuda backends.cuda.driver backends.cuda.device
@@ -48,6 +48,7 @@ MAY_USE_TORCH = {
     "models.decoder",
     "models.factory",
     "lockstep",
+    "modes",
     "backends.cpu.export",
     "backends.cpu.compile",
     "backends.cpu.capture",

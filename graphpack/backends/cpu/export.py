@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from graphpack.errors import CaptureRefusedError, Problem, UsageError
+from graphpack.errors import CaptureRefusedError, Problem
 from graphpack.graph import TensorSpec
 from graphpack.lockstep import evaluating
+from graphpack.modes import draws_random_numbers, refuse_modes
 
 _LIBRARY = Path(torch.__file__).parent
 
@@ -47,7 +48,7 @@ def trace(
     Raises CaptureRefusedError naming the operation and the model's source line; UsageError if the caller's torch is
     in a mode that would be captured with the model.
     """
-    _refuse_modes()
+    refuse_modes("cpu")
     examples = tuple(example(spec) for spec in (*inputs, *state))
     try:
         with _quiet(), evaluating(module), torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -67,24 +68,6 @@ def trace(
         if name not in weights and isinstance(value, torch.Tensor)
     }
     return TracedStep(program, examples, digest, len(lines), constants)
-
-
-def _refuse_modes() -> None:
-    """What is set around the call changes what is traced, and nothing in the model's identity would show it."""
-    device, dtype = torch.get_default_device(), torch.get_default_dtype()
-    modes = (
-        ("autocast", "off", "on", torch.is_autocast_enabled("cpu")),
-        ("inference mode", "off", "on", torch.is_inference_mode_enabled()),
-        ("default device", "cpu", str(device), device.type != "cpu"),
-        ("default dtype", "torch.float32", str(dtype), dtype != torch.float32),
-    )
-    problems = [
-        Problem(f"torch {name}", f"{wanted} at save", here, "save outside of it")
-        for name, wanted, here, wrong in modes
-        if wrong
-    ]
-    if problems:
-        raise UsageError("torch is in a mode that the graph would silently take over", problems)
 
 
 @contextmanager
@@ -130,7 +113,7 @@ def _user_line(chain: Sequence[BaseException]) -> str:
 def _refused_nodes(program: ExportedProgram) -> Iterator[Problem]:
     for node in program.graph.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-            if torch.Tag.nondeterministic_seeded in node.target.tags and not _dropout_is_off(node):
+            if draws_random_numbers(node.target, node.args, node.kwargs):
                 yield Problem(node_line(node), "", f"{node.target} draws random numbers", "sample outside the step")
                 continue
         elif node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -140,18 +123,6 @@ def _refused_nodes(program: ExportedProgram) -> Iterator[Problem]:
         if reason:
             yield Problem(node_line(node), "", reason, hint)
             return
-
-
-def _dropout_is_off(node: torch.fx.Node) -> bool:
-    """Whether an operation that can drop values was told not to: attention without dropout, dropout in evaluation."""
-    given = dict(node.kwargs)
-    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):  # type: ignore[union-attr]
-        given[argument.name] = value
-    return given.get("train") is False or ("dropout_p" in _argument_names(node) and not given.get("dropout_p"))
-
-
-def _argument_names(node: torch.fx.Node) -> set[str]:
-    return {argument.name for argument in node.target._schema.arguments}  # type: ignore[union-attr]
 
 
 def _depends_on_data(node: torch.fx.Node) -> tuple[str, str]:

@@ -19,6 +19,7 @@ from graphpack.errors import CaptureRefusedError, GraphpackError, Problem, Usage
 from graphpack.graph import Bucket, TensorSpec
 from graphpack.lockstep import evaluating
 from graphpack.models.step import StepModel
+from graphpack.modes import refuse_modes
 
 WARM_UPS = 2
 """Runs before capture: libraries choose kernels and allocate workspaces in the first ones."""
@@ -105,7 +106,7 @@ def capture(
 
     Raises CaptureRefusedError naming the model's source line.
     """
-    refuse_modes()
+    refuse_modes("cuda")
     buckets = sorted((Bucket(b, s) for s in settings.seq_lens for b in settings.batch_sizes), reverse=True)
     modules = [step.module_for(bucket) for bucket in buckets]
     for module in modules:
@@ -123,23 +124,6 @@ def capture(
             captured.append(found)
             done(bucket, found.nodes, found.seconds)
     return captured[::-1], state
-
-
-def refuse_modes() -> None:
-    """What is set around the call changes what is captured, and nothing in the model's identity would show it."""
-    modes = (
-        ("autocast", "off", "on", torch.is_autocast_enabled("cuda")),
-        ("inference mode", "off", "on", torch.is_inference_mode_enabled()),
-        ("default device", "cpu", str(torch.get_default_device()), torch.get_default_device().type != "cpu"),
-        ("default dtype", "torch.float32", str(torch.get_default_dtype()), torch.get_default_dtype() != torch.float32),
-    )
-    problems = [
-        Problem(f"torch {name}", f"{wanted} at save", here, "save outside of it")
-        for name, wanted, here, wrong in modes
-        if wrong
-    ]
-    if problems:
-        raise UsageError("torch is in a mode that the graph would silently take over", problems)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphpack
 from graphpack.errors import CaptureRefusedError, Problem
+from graphpack.modes import draws_random_numbers
 
 _TORCH = Path(torch.__file__).parent
 _PACKAGE = Path(graphpack.__file__).parent
@@ -43,7 +44,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _before(func: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[str, str] | None:
     tags = func.tags
-    if torch.Tag.nondeterministic_seeded in tags and not dropout_is_off(func, args, kwargs):
+    if draws_random_numbers(func, args, kwargs):
         return "draws random numbers", "sample outside the step"
     if torch.Tag.dynamic_output_shape in tags and not _has_fixed_shape(func, args, kwargs):
         return "has a result whose size depends on data", "use a mask of fixed shape instead"
@@ -70,13 +71,6 @@ def _has_fixed_shape(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     if func is torch.ops.aten.index.Tensor:
         return not any(index.dtype in (torch.bool, torch.uint8) for index in _tensors(args[1]))
     return kwargs.get("output_size") is not None
-
-
-def dropout_is_off(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation that can drop values was told not to."""
-    names = [argument.name for argument in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return given.get("train") is False or ("dropout_p" in names and given.get("dropout_p", 0.0) == 0.0)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
