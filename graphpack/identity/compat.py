@@ -33,16 +33,23 @@ def check_allowed(allow: Iterable[str]) -> None:
     """Raise UsageError with every field that `--allow` does not take."""
     known = {field.name for cls in (Environment, CudaEnvironment) for field in fields(cls)}
     problems = [
-        Problem(f"--allow {shown(name)}", hint="cannot be waived" if name in known else "no such field")
-        for name in sorted(set(allow).difference(WAIVABLE))
+        Problem(f"--allow {shown(name)}", hint="cannot be waived" if _field(name) in known else "no such field")
+        for name in sorted(set(allow))
+        if _field(name) not in WAIVABLE
     ]
     if problems:
         raise UsageError(f"--allow takes only: {', '.join(WAIVABLE)}", problems)
 
 
+def _field(name: str) -> str:
+    """The field that `--allow` means: `torch` is also `environment.torch.version`, as a refusal names it."""
+    return name.removeprefix("environment.").removeprefix("cuda.").partition(".")[0]
+
+
 def check_environment(archived: Environment, here: Host, allow: frozenset[str]) -> tuple[list[Problem], list[Problem]]:
     """The problems that refuse an entry and those that `allow` waives. Raises UsageError for a bad `allow`."""
     check_allowed(allow)
+    waived = {_field(name) for name in allow}
     refused = _check_machine(archived, here)
     if archived.device_type == "cuda":
         if archived.cuda is None or here.cuda is None:
@@ -50,13 +57,13 @@ def check_environment(archived: Environment, here: Host, allow: frozenset[str]) 
             return refused or [Problem("environment.cuda", "missing", "", _CONTRADICTS)], []
         refused += _check_cuda(archived.cuda, here.cuda)
         count = _check_sm_count(archived.cuda, here.cuda)
-        return (refused, count) if "sm_count" in allow else (refused + count, [])
+        return (refused, count) if "sm_count" in waived else (refused + count, [])
     if archived.cuda is not None:
         refused.append(Problem("environment.cuda", "present", "none for a cpu entry", _CONTRADICTS))
     if here.torch is None:
         return [*refused, _torch_missing(archived.torch)], []
     torch = _check_torch(archived.torch, here.torch)
-    return (refused, torch) if "torch" in allow else (refused + torch, [])
+    return (refused, torch) if "torch" in waived else (refused + torch, [])
 
 
 def _check_machine(archived: Environment, here: Host) -> list[Problem]:
@@ -130,5 +137,5 @@ def _install(torch: TorchBuild) -> str:
     match = re.fullmatch(r"[0-9][0-9A-Za-z.]{0,40}(?:\+([0-9A-Za-z.]{1,40}))?", torch.version)
     if match is None:
         return "install the torch build it was saved with"
-    index = f" --index-url https://download.pytorch.org/whl/{match[1]}" if match[1] else ""
+    index = f" from PyTorch's index for {match[1]}" if match[1] else ""
     return f"pip install torch=={torch.version}{index}"

@@ -12,7 +12,7 @@ from graphpack.identity.compat import check_allowed, check_environment
 from graphpack.identity.environment import Host
 
 COMMIT, OTHER_COMMIT = "a" * 40, "b" * 40
-CPU_INDEX = "--index-url https://download.pytorch.org/whl/cpu"
+CPU_INDEX = "from PyTorch's index for cpu"
 NOTHING: frozenset[str] = frozenset()
 
 ARCHIVED = Environment(
@@ -156,7 +156,7 @@ def test_the_whole_message() -> None:
 
 def test_what_allow_takes() -> None:
     check_allowed(())
-    check_allowed(["torch", "torch"])
+    check_allowed(["torch", "torch", "environment.torch", "environment.torch.git_version", "environment.cuda.sm_count"])
     with pytest.raises(UsageError) as caught:
         check_environment(ARCHIVED, HERE, frozenset({"torch", "machine", "typo\n"}))
     assert caught.value.code == 2
