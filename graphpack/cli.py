@@ -59,7 +59,7 @@ def size_list(value: str) -> tuple[int, ...]:
     """`1,2,4`: whole numbers from 1, sorted, each once."""
     parts = [part.strip() for part in value.split(",")]
     if not all(re.fullmatch("[0-9]{1,10}", part) and 1 <= int(part) <= LARGEST_SIZE for part in parts):
-        raise click.BadParameter(f"{value!r} is not a list of whole numbers from 1, such as 1,2,4")
+        raise click.BadParameter(f"{value!r} is not a list of whole numbers from 1 to {LARGEST_SIZE}, such as 1,2,4")
     return tuple(sorted({int(part) for part in parts}))
 
 

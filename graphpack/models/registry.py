@@ -84,7 +84,7 @@ def resolve(reference: str, configured: Mapping[str, Path] | None = None) -> Res
         return _builtin(PRESETS[reference])
     if _FACTORY.fullmatch(reference):
         return _factory(reference)
-    if path.exists():
+    if reference and path.exists():
         raise NotFoundError(f"not a directory: {reference}; a checkpoint is named by its directory")
     if "/" in reference or reference.startswith((".", "~")) or not reference:
         raise NotFoundError(f"no such directory: {reference or '(empty)'}")
@@ -105,6 +105,12 @@ def _shadowing_note(reference: str, path: Path, configured: Mapping[str, Path]) 
     if "/" in reference and not reference.startswith((".", "/", "~")):
         return f"'{reference}' is the directory {path.resolve()}"
     return ""
+
+
+def _weightless_note(directory: Path | None) -> str:
+    if directory is not None:
+        return ""
+    return "the factory names no weights_directory, so load needs its weights: --weights DIR with model.safetensors"
 
 
 def _suggestions(reference: str, known: list[str]) -> list[Problem]:
@@ -166,7 +172,7 @@ def _factory(reference: str) -> ResolvedModel:
         config=model.config,
         stored_dtype=model.stored_dtype,
         revision=hub_revision(model.directory) if model.directory is not None else None,
-        note="",
+        note=_weightless_note(model.directory),
         _open=model.open_weights,
         _sources=model.source_files,
         _build=model.build,

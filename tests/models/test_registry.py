@@ -172,6 +172,9 @@ def test_factory(module: str) -> None:
     resolved = resolve(f"{module}:Step")
     assert (resolved.source, resolved.architecture, resolved.config) == ("factory", "Step", {"width": 4})
     assert (resolved.reference, resolved.stored_dtype) == (f"{module}:Step", "float32")
+    assert resolved.note == (
+        "the factory names no weights_directory, so load needs its weights: --weights DIR with model.safetensors"
+    )
     with resolved.open_weights() as weights:
         assert weights.aliases == {"second.weight": "first.weight"}
         assert {n: (t.dtype, t.shape) for n, t in weights.tensors.items()} == {
@@ -204,7 +207,7 @@ def test_factory_with_a_directory_of_weights(module: str, here: Path) -> None:
         here / "weights" / "model.safetensors",
     )
     resolved = resolve(f"{module}:Directed")
-    assert resolved.path == here / "weights"
+    assert (resolved.path, resolved.note) == (here / "weights", "")
     with resolved.open_weights() as weights:
         assert set(weights.tensors) == {"first.weight", "scale"}
         net = resolved.build(weights, "float32").module_for(Bucket(1, 8))
@@ -221,6 +224,7 @@ def test_factory_refuses_another_dtype(module: str) -> None:
 
 
 def test_factories_that_cannot_be_used(module: str) -> None:
+    assert _message("") == (3, "no such directory: (empty)")
     assert _message("no_such_module:make") == (
         3,
         "cannot import module 'no_such_module' of 'no_such_module:make': No module named 'no_such_module'",
