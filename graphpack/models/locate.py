@@ -38,6 +38,8 @@ def locate_weights(record: Record, given: Path | None, configured: Path | None) 
     Raises WeightsMismatchError with every field of the configuration that differs, or if there is nowhere to look;
     NotFoundError and StorageError as `open_checkpoint`.
     """
+    if not record.weights.tensors:
+        return Located(WeightSource.from_arrays({}, {}), None)
     directory = given or configured
     if directory is not None:
         return Located(*_open(record, directory))
