@@ -15,8 +15,12 @@ from urllib.error import URLError
 import pytest
 
 from graphpack.archive.store import Archive
+from graphpack.restore import load
+from graphpack.results import LoadRequest
 from tests.archive.build import blob_path, make_archive, make_record, read_index
 from tests.archive.independent_reader import read_archive
+
+GOLDEN = Path(__file__).parents[1] / "archives" / "cpu-1.0"
 
 
 def tool(name: str) -> str:
@@ -115,3 +119,16 @@ def test_through_a_registry_and_back(two: Path, registry: str, tmp_path: Path) -
         skopeo("copy", "--dest-tls-verify=false", f"oci:{two}:{name}", remote)
         skopeo("copy", "--src-tls-verify=false", remote, f"oci:{tmp_path / name}:pulled")
         check_copy(two, tmp_path / name, name, "pulled")
+
+
+def test_copies_of_compiled_graphs_are_proven(registry: str, tmp_path: Path) -> None:
+    """What skopeo copied, to a directory and through a registry, replays its goldens like the original."""
+    remote = f"docker://{registry}/models/graphs:tiny-llama"
+    skopeo("copy", f"oci:{GOLDEN}:tiny-llama", f"oci:{tmp_path / 'copied'}:tiny-llama")
+    skopeo("copy", "--dest-tls-verify=false", f"oci:{GOLDEN}:tiny-llama", remote)
+    skopeo("copy", "--src-tls-verify=false", remote, f"oci:{tmp_path / 'pulled'}:tiny-llama")
+    for copy in ("copied", "pulled"):
+        (model,) = load(LoadRequest(archive=tmp_path / copy, verify=True))
+        with model:
+            assert [bucket.steps for bucket in model.result.verified] == [128, 128]
+            assert model.result.captures == 0
