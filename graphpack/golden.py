@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from graphpack.archive import codec
+from graphpack.archive.check import FLOAT32_TOLERANCE_LIMIT
 from graphpack.convert import convert, widened
 from graphpack.dtypes import DTYPES
 from graphpack.errors import CorruptArchiveError, Problem
@@ -29,9 +30,8 @@ JOIN_SPREAD = 16
 SIZE_TARGET = 900_000
 """Bytes of one golden before compression; batches too large for it record their rows in turn."""
 
-TOLERANCE_FLOAT32 = 2e-4
 TOLERANCE_HALF = 0.02
-"""Largest tolerance: absolute for float32; for bfloat16 and float16 a fraction of the range of the logits."""
+"""Largest tolerance for bfloat16 and float16: a fraction of the range of the logits. float32's is the reader's limit."""
 
 DECODE_INPUTS = ("token_ids", "positions", "slots")
 
@@ -314,7 +314,7 @@ _ARRAYS = {
 
 def tolerance_cap(dtype: str, logit_range: float) -> float:
     """The largest tolerance an entry of compute `dtype` may record."""
-    return TOLERANCE_FLOAT32 if dtype == "float32" else TOLERANCE_HALF * logit_range
+    return FLOAT32_TOLERANCE_LIMIT if dtype == "float32" else TOLERANCE_HALF * logit_range
 
 
 def recorded_tolerance(deviation: float, cap: float) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from graphpack.archive.record import Graph, Record
+from graphpack.archive.record import Graph, Record, Weights
 from graphpack.dtypes import DTYPES
 from graphpack.errors import Problem
 from graphpack.graph import Region, TensorSpec
@@ -94,6 +94,17 @@ def _field_problem(where: str, old: TensorSpec, new: TensorSpec, field: str) -> 
 def _value(spec: TensorSpec, field: str) -> str:
     value = shown(to_plain(getattr(spec, field)))
     return value if field == "name" else f"{value} ({shown(spec.name)})"
+
+
+def stored_specs(weights: Weights) -> dict[str, TensorSpec]:
+    """The tensors of a checkpoint by name, tied names included, as they are stored."""
+    return {t.name: TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape) for t in weights.tensors}
+
+
+def constant_specs(regions: Iterable[Region]) -> dict[str, TensorSpec]:
+    """The constants among regions, by name."""
+    constants = (region for region in regions if region.kind == "constant")
+    return {r.name: TensorSpec(name=r.name, dtype=r.dtype, shape=r.shape) for r in constants}
 
 
 def held(spec: TensorSpec, dtype: str) -> TensorSpec:

@@ -25,7 +25,7 @@ from graphpack.errors import (
     WeightsMismatchError,
 )
 from graphpack.golden import Golden
-from graphpack.graph import Bucket, TensorSpec
+from graphpack.graph import Bucket
 from graphpack.identity.compat import check_allowed, check_environment
 from graphpack.identity.digests import config_digest
 from graphpack.identity.environment import read_host
@@ -34,7 +34,14 @@ from graphpack.identity.weights import check_structure, check_weights, hash_weig
 from graphpack.models.architecture import DecoderConfig
 from graphpack.models.locate import Located, locate_weights
 from graphpack.models.weights import WeightSource
-from graphpack.regions import CAPTURE_VERSION, check_specs, expected_regions, unpack_constants
+from graphpack.regions import (
+    CAPTURE_VERSION,
+    check_specs,
+    constant_specs,
+    expected_regions,
+    stored_specs,
+    unpack_constants,
+)
 from graphpack.replay import RestoredModel, verify_graphs
 from graphpack.results import LoadedEntry, LoadRequest, Observer, SilentObserver, VerifiedBucket
 from graphpack.stages import Stages
@@ -212,16 +219,8 @@ class _Restore:
         record = self._record
         problems = check_record_layout(record)
         problems += self._session.check_placement(record.layout) or check_regions(record.layout)
-        stored = {
-            tensor.name: TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape)
-            for tensor in record.weights.tensors
-        }
-        constant_regions = [region for region in record.layout.regions if region.kind == "constant"]
-        constant_specs = {
-            region.name: TensorSpec(name=region.name, dtype=region.dtype, shape=region.shape)
-            for region in constant_regions
-        }
-        expected = expected_regions(record.graphs, stored, constant_specs, record.model.effective_dtype)
+        stored, kept = stored_specs(record.weights), constant_specs(record.layout.regions)
+        expected = expected_regions(record.graphs, stored, kept, record.model.effective_dtype)
         expected = self._session.expected(record.layout, expected)
         problems = problems or check_layout(record.layout, expected, CAPTURE_VERSION)
         problems += check_specs(record, config) if config else []
@@ -229,7 +228,7 @@ class _Restore:
         if problems:
             raise LayoutMismatchError(f"the layout or the settings of entry '{self._name}' do not hold here", problems)
         blob = self._blobs[record.constants] if record.constants else b""
-        constants = unpack_constants(blob, constant_regions)
+        constants = unpack_constants(blob, record.layout.regions)
         if constants is None:
             where = f"blobs/sha256/{record.constants}"
             raise CorruptArchiveError(

@@ -7,13 +7,13 @@ from dataclasses import replace
 from graphpack.archive.record import Environment, Settings, Weights
 from graphpack.backends import Captured, CapturedEntry, CapturedGraph
 from graphpack.errors import EnvironmentMismatchError, Problem, UsageError
-from graphpack.graph import Bucket, TensorSpec
+from graphpack.graph import Bucket
 from graphpack.identity.cpu_isa import CPU_ISA, CpuIsa, best_isa
 from graphpack.identity.environment import Host, read_host
 from graphpack.identity.layout import make_layout
 from graphpack.models.registry import ResolvedModel
 from graphpack.models.weights import WeightSource
-from graphpack.regions import CAPTURE_VERSION, expected_regions
+from graphpack.regions import CAPTURE_VERSION, expected_regions, stored_specs
 from graphpack.results import SaveRequest
 
 
@@ -68,8 +68,8 @@ class CpuCapturing:
         )
         graphs, goldens = agree(step, captured, source, dtype)
         constants = same_constants(captured)
-        stored = {t.name: TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape) for t in weights.tensors}
-        regions = expected_regions(graphs, stored, {name: spec for name, (spec, _) in constants.items()}, dtype)
+        specs = {name: spec for name, (spec, _) in constants.items()}
+        regions = expected_regions(graphs, stored_specs(weights), specs, dtype)
         versions = {version for found in captured for version in symbol_versions(found.code)}
         return CapturedEntry(
             graphs=tuple(

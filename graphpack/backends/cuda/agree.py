@@ -16,7 +16,7 @@ from graphpack.backends.cuda.recorder import EncodedGraphs, MemoryRecorder, spec
 from graphpack.backends.cuda.spans import reached
 from graphpack.errors import CaptureRefusedError, Problem
 from graphpack.graph import Region, TensorSpec
-from graphpack.regions import expected_regions
+from graphpack.regions import constant_specs, expected_regions, stored_specs
 
 Eager = Callable[[CapturedBucket], lockstep.Step]
 """What a bucket's graph is compared with."""
@@ -45,9 +45,8 @@ def finish(
         _described(one, encoded, agreement, specs) for one, agreement in zip(captured, agreements, strict=True)
     )
     records = [one.graph for one in graphs]
-    stored = {t.name: TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape) for t in weights.tensors}
     _check_bindings(records, frozenset(t.name for t in weights.tensors if t.alias_of is None))
-    regions = _ordered(records, encoded.regions, stored, dtype)
+    regions = _ordered(records, encoded.regions, stored_specs(weights), dtype)
     return CapturedEntry(
         graphs=graphs,
         layout=recorder.layout(regions, relocatable=not encoded.pinned),
@@ -131,12 +130,7 @@ def _ordered(
 
     Raises CaptureRefusedError for a tensor that is not what the reader will expect in its place.
     """
-    constants = {
-        region.name: TensorSpec(name=region.name, dtype=region.dtype, shape=region.shape)
-        for region in regions
-        if region.kind == "constant"
-    }
-    expected = expected_regions(graphs, stored, constants, dtype)
+    expected = expected_regions(graphs, stored, constant_specs(regions), dtype)
     places = {region.name: region for region in regions}
     found = [places[region.name] for region in expected]
     problems = [

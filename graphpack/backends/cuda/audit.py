@@ -7,7 +7,7 @@ which moves every region by a different amount.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -119,14 +119,3 @@ def _foreign(positions: np.ndarray, values: np.ndarray, pointer_range: PointerRa
             what = f"in an allocation of {allocation[1]} bytes that the recorder did not make"
             strays += [Stray(8 * int(at), int(value), what) for at in positions[plausible & (values == value)]]
     return strays
-
-
-def holds_addresses(data: np.ndarray, base: int, size: int) -> bool:
-    """Whether any aligned word of these bytes looks like an address of the arena."""
-    words = data[: len(data) // 8 * 8].view("<u8")
-    return bool(((words >= np.uint64(base)) & (words < np.uint64(base + size))).any())
-
-
-def referenced(words: Sequence[np.ndarray]) -> frozenset[int]:
-    """The regions that any of these word tables point at."""
-    return frozenset(int(index) for table in words for index in np.unique(table["region"]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_uint64, c_void_p
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint64, c_void_p
 from functools import cache
 
 import numpy as np
@@ -54,9 +54,6 @@ class Driver(Library):
         """Make `context` current in the calling thread."""
         self._call("cuCtxSetCurrent", context)
 
-    def current_context(self) -> int:
-        return self._handle("cuCtxGetCurrent")
-
     def synchronize(self) -> None:
         self._call("cuCtxSynchronize")
 
@@ -70,9 +67,6 @@ class Driver(Library):
 
     def synchronize_stream(self, stream: int) -> None:
         self._call("cuStreamSynchronize", stream)
-
-    def wait_event(self, stream: int, event: int) -> None:
-        self._call("cuStreamWaitEvent", stream, event, 0)
 
     @contextmanager
     def while_capturing(self) -> Iterator[None]:
@@ -95,11 +89,6 @@ class Driver(Library):
 
     def synchronize_event(self, event: int) -> None:
         self._call("cuEventSynchronize", event)
-
-    def elapsed_ms(self, start: int, end: int) -> float:
-        value = c_float()
-        self._call("cuEventElapsedTime_v2", byref(value), start, end)
-        return value.value
 
     # --- memory
 
@@ -142,30 +131,17 @@ class Driver(Library):
     def copy_to_host(self, target: int, source: int, size: int) -> None:
         self._call("cuMemcpyDtoH_v2", target, source, size)
 
-    def copy_on_device(self, target: int, source: int, size: int) -> None:
-        self._call("cuMemcpyDtoD_v2", target, source, size)
-
     def copy_to_device_async(self, target: int, source: int, size: int, stream: int) -> None:
         self._call("cuMemcpyHtoDAsync_v2", target, source, size, stream)
 
     def copy_to_host_async(self, target: int, source: int, size: int, stream: int) -> None:
         self._call("cuMemcpyDtoHAsync_v2", target, source, size, stream)
 
-    def copy_on_device_async(self, target: int, source: int, size: int, stream: int) -> None:
-        self._call("cuMemcpyDtoDAsync_v2", target, source, size, stream)
-
     def fill(self, target: int, byte: int, size: int) -> None:
         self._call("cuMemsetD8_v2", target, byte, size)
 
     def fill_async(self, target: int, byte: int, size: int, stream: int) -> None:
         self._call("cuMemsetD8Async", target, byte, size, stream)
-
-    def allocate_host(self, size: int) -> int:
-        """Page-locked host memory."""
-        return self._handle("cuMemHostAlloc", size, 0)
-
-    def free_host(self, address: int) -> None:
-        self._call("cuMemFreeHost", address)
 
     def register_host(self, address: int, size: int, *, read_only: bool = False) -> None:
         self._call("cuMemHostRegister_v2", address, size, structs.HOST_REGISTER_READ_ONLY if read_only else 0)
@@ -329,9 +305,6 @@ class Driver(Library):
 
     def instantiate(self, graph: int) -> int:
         return self._handle("cuGraphInstantiateWithFlags", graph, 0)
-
-    def upload_graph(self, executable: int, stream: int) -> None:
-        self._call("cuGraphUpload", executable, stream)
 
     def launch(self, executable: int, stream: int) -> None:
         self._call("cuGraphLaunch", executable, stream)
