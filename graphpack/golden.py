@@ -31,7 +31,7 @@ SIZE_TARGET = 900_000
 """Bytes of one golden before compression; batches too large for it record their rows in turn."""
 
 TOLERANCE_HALF = 0.02
-"""Largest tolerance for bfloat16 and float16: a fraction of the range of the logits. float32's is the reader's limit."""
+"""Largest tolerance for bfloat16 and float16, as a fraction of the range of the logits; float32 has the reader's."""
 
 DECODE_INPUTS = ("token_ids", "positions", "slots")
 
