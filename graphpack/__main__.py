@@ -16,7 +16,7 @@ from graphpack.errors import GraphpackError, Problem, StorageError, UsageError
 if TYPE_CHECKING:
     import click
 
-    from graphpack.cli import Answer
+    from graphpack.cli.answer import Answer
 
 CLOSED_PIPE = 128 + signal.SIGPIPE
 REFUSED_BY_SYSTEM = {
@@ -72,7 +72,8 @@ def _invoke(arguments: Sequence[str]) -> Answer | int:
     """Parse and run; an exit status for what click answers itself, such as `--help`."""
     import click
 
-    from graphpack.cli import COMPLETION_VARIABLE, cli
+    from graphpack.cli import cli
+    from graphpack.cli.completion import COMPLETION_VARIABLE
 
     instruction = os.environ.get(COMPLETION_VARIABLE)
     if instruction is not None:

@@ -40,7 +40,9 @@ ORDER = """
     backends.cuda.watch backends.cuda.capture backends.cuda.agree backends.cuda.capturing
     replay restore
     freshness entry proof capture recorder
-    documents report cli __main__
+    documents report
+    cli.answer cli.options cli.save cli.load cli.inspect cli.models cli.completion cli
+    __main__
 """.split()  # noqa: SIM905 - rows are read more easily than seventy lines
 
 # The way of `save`. All other modules know torch neither at their top nor in their functions.
@@ -64,7 +66,7 @@ MAY_USE_TORCH = {
     "recorder",
 }
 # The doors to that way: functions that import it when they are called.
-DOORS = {("models.registry", "models.decoder"), ("models.registry", "models.factory"), ("cli", "capture")}
+DOORS = {("models.registry", "models.decoder"), ("models.registry", "models.factory"), ("cli.save", "capture")}
 
 MAY_START_PROCESSES = {"backends.cpu.compile", "proof"}
 NEVER_IMPORTED = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "zipfile", "tarfile"}

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from graphpack import errors
-from graphpack.cli import EXIT_CODES
+from graphpack.cli.answer import EXIT_CODES
 from tests.cli.test_usage import COMMANDS, IDS
 
 ROOT = Path(__file__).parents[2]

@@ -1,0 +1,33 @@
+"""`graphpack inspect`: describe an archive."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from graphpack.cli.answer import Answer, command, examples, exits
+from graphpack.cli.options import PATH
+
+
+@command(
+    "inspect",
+    epilog=(
+        examples(
+            "graphpack inspect archive",
+            "graphpack inspect archive --name tiny-llama --graphs --kernels",
+            "graphpack inspect archive --format json",
+        ),
+        exits(0, 1, 2, 3, 4, 5, 12, 130, 143),
+    ),
+)
+@click.argument("archive", type=PATH)
+@click.option("--name", "names", multiple=True, metavar="NAME", help="Only this entry; repeatable. Default: all.")
+@click.option("--graphs", is_flag=True, help="List each graph's inputs, outputs and bounds.")
+@click.option("--kernels", is_flag=True, help="List the compiled objects.")
+def inspect(archive: Path, names: tuple[str, ...], graphs: bool, kernels: bool) -> Answer:
+    """Describe ARCHIVE. Reads its records only: no weights, no native code."""
+    from graphpack import documents, report
+
+    inspection = documents.inspect(archive, names, graphs=graphs, kernels=kernels)
+    return Answer(inspection.content, report.of_inspect(inspection.content), inspection.refusal)
