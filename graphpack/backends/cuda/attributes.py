@@ -37,7 +37,7 @@ KEPT = {
 }
 """By CUlaunchAttributeID."""
 
-CLUSTER_DIMENSION = 4
+CLUSTER_DIMENSION, CLUSTER_SCHEDULING = 4, 5
 
 REFUSED = {1: "access policy window", 13: "device-updatable node"}
 """They hold an address and a handle: capture refuses a node that has them."""
@@ -50,5 +50,3 @@ def significant(attribute: Attribute, value: bytes) -> Value:
     return first, second, third, fourth
 
 
-def as_bytes(value: Value) -> bytes:
-    return b"".join(word.to_bytes(4, "little") for word in value)

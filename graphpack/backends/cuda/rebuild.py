@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from graphpack.backends.cuda import columns as c
 from graphpack.backends.cuda import structs
-from graphpack.backends.cuda.attributes import KEPT, as_bytes, significant
+from graphpack.backends.cuda.attributes import KEPT
 from graphpack.backends.cuda.driver import Driver
 from graphpack.backends.cuda.images import Identity
 from graphpack.errors import GraphpackError, Problem
@@ -29,10 +29,11 @@ def build_graph(
     graph = driver.create_graph()
     try:
         nodes = _add_nodes(driver, graph, columns, functions, bases, context)
-        for node, attribute, value in _attribute_rows(columns, nodes):
+        attributes = _attribute_rows(columns, nodes)
+        for node, attribute, value in attributes:
             driver.set_node_attribute(node, attribute, value)
         _add_edges(driver, graph, columns.edges, nodes)
-        problems = _edge_problems(driver, graph, columns.edges, nodes) + _attribute_problems(driver, columns, nodes)
+        problems = _edge_problems(driver, graph, columns.edges, nodes) + _attribute_problems(driver, attributes)
         if problems:
             raise GraphpackError("the driver made another graph than the recorded one", problems)
     except BaseException:
@@ -117,10 +118,12 @@ def _memcpy_params(row: np.void, bases: np.ndarray) -> structs.Memcpy3D:
 
 
 def _attribute_rows(columns: c.GraphColumns, nodes: np.ndarray) -> list[tuple[int, int, bytes]]:
+    """Node handle, id and value of each attribute to set, the value as long as the attribute."""
     rows = columns.attributes
-    handles = nodes[rows["node"]].tolist()
-    values = [as_bytes(tuple(value)) for value in rows["value"].tolist()]
-    return list(zip(handles, rows["id"].tolist(), values, strict=True))
+    ids = rows["id"].tolist()
+    values = np.ascontiguousarray(rows["value"]).tobytes()
+    parts = [values[16 * i : 16 * i + KEPT[attribute].size] for i, attribute in enumerate(ids)]
+    return list(zip(nodes[rows["node"]].tolist(), ids, parts, strict=True))
 
 
 def _records(edges: np.ndarray) -> np.ndarray:
@@ -156,11 +159,11 @@ def _edge_problems(driver: Driver, graph: int, edges: np.ndarray, nodes: np.ndar
     return [Problem(f"edges[{first}]", str(edges[first]), str(found[first]))]
 
 
-def _attribute_problems(driver: Driver, columns: c.GraphColumns, nodes: np.ndarray) -> list[Problem]:
+def _attribute_problems(driver: Driver, attributes: Sequence[tuple[int, int, bytes]]) -> list[Problem]:
     problems = []
-    for position, (node, attribute, wanted) in enumerate(_attribute_rows(columns, nodes)):
+    for position, (node, attribute, wanted) in enumerate(attributes):
         value = driver.node_attribute(node, attribute)
-        here = as_bytes(significant(KEPT[attribute], value)) if value is not None else b""
+        here = value[: len(wanted)] if value is not None else b""
         if here != wanted:
             where = f"attributes[{position}], {KEPT[attribute].name}"
             problems.append(Problem(where, wanted.hex(), here.hex() or "cannot be read"))

@@ -100,6 +100,16 @@ def test_the_limit_counts_launches_of_all_graphs(driver: CapturingDriver) -> Non
     assert kernel.max_dynamic_shared == 5000
 
 
+@pytest.mark.parametrize("cluster", [(0, 0, 0), (2, 1, 1)])
+def test_how_clusters_are_scheduled_is_kept_where_there_are_clusters(
+    driver: CapturingDriver, cluster: tuple[int, int, int]
+) -> None:
+    node = driver.kernel(ADD, [bytes(8), bytes(4)])
+    driver.attributes[node, 4] = b"".join(extent.to_bytes(4, "little") for extent in cluster).ljust(64, b"\0")
+    driver.attributes[node, 5] = (1).to_bytes(64, "little")
+    assert encoded(driver).attributes["id"].tolist() == ([4, 5] if any(cluster) else [])
+
+
 def test_attributes_are_those_that_a_new_node_does_not_have(driver: CapturingDriver) -> None:
     cluster = (2).to_bytes(4, "little") + (4).to_bytes(4, "little") + (1).to_bytes(4, "little") + bytes(52)
     driver.functions[ADD].defaults = {5: (1).to_bytes(64, "little")}
