@@ -12,7 +12,8 @@ Edit = tuple[str, Any]
 
 A dotted path into the record (`graphs.0.tolerance`), or, after a prefix, into another document: `header:` the
 record's frame, `manifest:`, `index:`, `oci-layout:`. `content:` with the path of a digest in the record means the
-decompressed bytes of that blob. `store:` makes a blob of a media type and lists its digest at the path.
+decompressed bytes of that blob; `columns:` with the path of a graph the map of columns in its CUDA graph, whose
+topology follows. `store:` makes a blob of a media type and lists its digest at the path.
 """
 
 CUDA = {
@@ -67,6 +68,22 @@ def swapped(first: int, second: int) -> Callable[[list[Any]], list[Any]]:
 
 def appended(item: Any) -> Callable[[list[Any]], list[Any]]:
     return lambda old: [*old, item]
+
+
+def item(name: str, **changes: Any) -> Callable[[list[Any]], list[Any]]:
+    """A list whose item of this name has other fields: each a new value, or a function of the old one."""
+
+    def change(old: list[Any]) -> list[Any]:
+        (found,) = (entry for entry in old if entry["name"] == name)
+        new = {key: value(found[key]) if callable(value) else value for key, value in changes.items()}
+        return [{**entry, **new} if entry is found else entry for entry in old]
+
+    return change
+
+
+def less(name: str) -> Callable[[list[Any]], list[Any]]:
+    """A list without the item of this name."""
+    return lambda old: [entry for entry in old if entry["name"] != name]
 
 
 @dataclass(frozen=True, slots=True)

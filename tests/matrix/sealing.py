@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import msgpack  # type: ignore[import-untyped]
 import zstandard
 
 from tests.archive.build import (
@@ -17,6 +18,7 @@ from tests.archive.build import (
     blob_path,
     frame,
     identity,
+    packed,
     read_index,
     read_manifest,
     read_record,
@@ -27,7 +29,7 @@ from tests.matrix.row import Edit, FromRecord, Row
 BLOBS = {"@object": "graphs.0.object", "@golden": "graphs.0.golden", "@constants": "constants"}
 """Names, in a path, of the places of blobs in their list, which is sorted by digest."""
 
-DOCUMENTS = ("header", "manifest", "index", "oci-layout", "content", "store")
+DOCUMENTS = ("header", "manifest", "index", "oci-layout", "content", "columns", "store")
 
 
 def clone(base: Path, target: Path) -> Path:
@@ -54,6 +56,8 @@ def apply(archive: Path, row: Row) -> dict[str, Any]:
     new = copy.deepcopy(old)
     for path, value in edits["content"]:
         _replace_content(archive, new, path, value)
+    for path, value in edits["columns"]:
+        _replace_columns(archive, new, path, value)
     for path, media_type in edits["store"]:
         _store_blob(archive, new, path, media_type)
     edit_record(new, edits["record"], old)
@@ -147,6 +151,19 @@ def _replace_content(archive: Path, record: dict[str, Any], path: str, change: A
     blob |= {"digest": _store(archive, data), "size": len(data), "content_size": len(content)}
     record["blobs"].sort(key=lambda blob: blob["digest"])
     _edit(record, [(path, blob["digest"])], record)
+
+
+def _replace_columns(archive: Path, record: dict[str, Any], path: str, change: Any) -> None:
+    """Another CUDA graph at the path of a graph, whose topology follows."""
+    graph = _at(record, path)
+
+    def changed(content: bytes) -> bytes:
+        columns = change(msgpack.unpackb(content))
+        rest = {key: value for key, value in columns.items() if key != "parameters"}
+        graph["topology"] = sha256(packed(rest))
+        return packed(columns)
+
+    _replace_content(archive, record, f"{path}.object", changed)
 
 
 def _store_blob(archive: Path, record: dict[str, Any], path: str, media_type: str) -> None:

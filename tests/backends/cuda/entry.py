@@ -17,6 +17,7 @@ from graphpack.archive.record import Blob, CudaEnvironment, Graph, Record
 from graphpack.archive.store import Archive
 from graphpack.backends.cuda import columns as c
 from graphpack.backends.cuda.builder import ColumnsBuilder
+from graphpack.backends.cuda.driver import Driver
 from graphpack.backends.cuda.restore import CudaBackend
 from graphpack.convert import widened
 from graphpack.graph import Bucket, Region
@@ -143,7 +144,7 @@ def make_cuda_archive(path: Path) -> Record:
         ),
     )
     content |= {blob.digest: archive.read_blob(blob) for blob in blobs.values()}
-    goldens = _goldens(record, content, constants)
+    goldens = record_goldens(record, content, constants, FakeDriver(), STEPS)
     for position, graph in enumerate(record.graphs):
         proof = archive.put_blob(goldens[graph.bucket], oci.GOLDEN_TYPE)
         blobs[proof.digest] = proof
@@ -153,9 +154,10 @@ def make_cuda_archive(path: Path) -> Record:
     return record
 
 
-def _goldens(record: Record, content: Mapping[str, bytes], constants: Mapping[str, bytes]) -> dict[Bucket, bytes]:
-    """Recorded from the fake device itself."""
-    device = FakeDriver()
+def record_goldens(
+    record: Record, content: Mapping[str, bytes], constants: Mapping[str, bytes], device: Driver, steps: int
+) -> dict[Bucket, bytes]:
+    """Goldens of what a made-up device itself gives; `content` has the blobs by digest, `constants` are by region."""
     session = CudaBackend(lambda: device).open("cuda")
     request = LoadRequest(archive=Path())
     memory = session.allocate(record, locate_weights(record, None, None).source, constants, request)
@@ -167,8 +169,8 @@ def _goldens(record: Record, content: Mapping[str, bytes], constants: Mapping[st
         memory.reset_state()
         driver = golden.Driver(bucket, graph.inputs)
         output = graph.outputs[0]
-        recorder = golden.Recorder(bucket, output.shape[-1], STEPS)
-        for step in range(STEPS):
+        recorder = golden.Recorder(bucket, output.shape[-1], steps)
+        for step in range(steps):
             inputs = driver.inputs(step)
             values = executable.run(inputs)[output.name]
             choice = widened(values, output.dtype).argmax(axis=1)

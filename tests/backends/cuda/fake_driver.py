@@ -1,7 +1,8 @@
 """A driver made of Python: memory is bytearrays, images are small documents, launches run when they are waited for.
 
 It keeps the rules of the real one that graphpack relies on: a thread needs a current context, addresses need memory
-and access, an edge record counts for its whole call, and launches are held to the limits of their function.
+and access, an edge record counts for its whole call, and launches are held to the limits of their function. Real
+images load too, with the kernels and parameters they say they have, but nothing here can run their code.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 from graphpack.backends.cuda import structs
 from graphpack.backends.cuda.driver import Driver
 from graphpack.backends.cuda.libcuda import CudaError
+from tests.backends.cuda import cubin_reader
 
 MIB = 1 << 20
 GRANULARITY = 2 * MIB
@@ -30,6 +32,9 @@ ELF = b"\x7fELF\x02\x01\x01\x41\x08" + bytes(7) + b"\x02\x00\xbe\x00\x01\x00\x00
 NAMES = {1: "INVALID_VALUE", 2: "OUT_OF_MEMORY", 200: "INVALID_IMAGE", 201: "INVALID_CONTEXT", 208: "ALREADY_MAPPED"}
 NAMES |= {400: "INVALID_HANDLE", 500: "NOT_FOUND", 700: "ILLEGAL_ADDRESS", 712: "HOST_MEMORY_ALREADY_REGISTERED"}
 DEFAULT_SHARED = 49152
+LARGEST_SHARED = 232448
+"""Of an H200, in bytes: with more, the driver takes neither a launch nor a limit."""
+DOCUMENT = b"{"
 
 
 def image(kernels: dict[str, dict[str, Any]], processor: int = 90) -> bytes:
@@ -52,7 +57,8 @@ class Function:
     name: str
     image: str
     parameters: list[tuple[int, int]]
-    add: int
+    add: int | None
+    """What the kernel adds; None for code that is real."""
     attributes: dict[int, int] = field(default_factory=lambda: {structs.FUNC_MAX_DYNAMIC_SHARED: DEFAULT_SHARED})
 
 
@@ -294,23 +300,43 @@ class FakeDriver(Driver):
     def _is_locked(self, address: int, size: int) -> bool:
         return any(at <= address and address + size <= at + length for at, length in self.locked.items())
 
+    def pointer_range(self, address: int) -> tuple[int, int] | None:
+        """Of memory that is mapped by hand the driver gives the reservation."""
+        for start, size in self.reserved.items():
+            if start <= address < start + size:
+                return start, size
+        return None
+
     # --- kernels
 
     def load_library(self, code: int) -> int:
         self._enter("load_library")
         if ctypes.string_at(code, 4) != b"\x7fELF":
             self._fail("cuLibraryLoadData", 200)
-        length = int.from_bytes(ctypes.string_at(code + 64, 8), "little")
-        data = ctypes.string_at(code, 72 + length)
+        data, kernels = self._image_at(code)
+        identity = digest(data)
         found: dict[str, int] = {}
         with self._lock:
-            for name, kernel in json.loads(data[72:]).items():
+            for name, (layout, add) in kernels.items():
                 found[name] = handle = self._new()
-                layout = [(offset, size) for offset, size in kernel["parameters"]]
-                self.functions[handle] = Function(name, digest(data), layout, kernel["add"])
+                self.functions[handle] = Function(name, identity, list(layout), add)
             library = self._new()
             self.libraries[library] = found
         return library
+
+    @staticmethod
+    def _image_at(code: int) -> tuple[bytes, dict[str, tuple[cubin_reader.Layout, int | None]]]:
+        """The bytes of an image, and the parameters of each kernel in it with what the kernel adds."""
+        length = int.from_bytes(ctypes.string_at(code + 64, 8), "little")
+        if ctypes.string_at(code + 72, 1) == DOCUMENT:
+            data = ctypes.string_at(code, 72 + length)
+            described = json.loads(data[72:])
+            return data, {
+                name: (tuple((offset, size) for offset, size in kernel["parameters"]), kernel["add"])
+                for name, kernel in described.items()
+            }
+        data = ctypes.string_at(code, cubin_reader.size_at(code))
+        return data, {name: (layout, None) for name, layout in cubin_reader.kernels_of(data).items()}
 
     def unload_library(self, library: int) -> None:
         for handle in self.libraries.pop(library).values():
@@ -331,6 +357,8 @@ class FakeDriver(Driver):
 
     def set_function_attribute(self, function: int, attribute: int, value: int) -> None:
         self._enter("set_function_attribute")
+        if attribute == structs.FUNC_MAX_DYNAMIC_SHARED and not 0 <= value <= LARGEST_SHARED:
+            self._fail("cuFuncSetAttribute", 1)
         self.functions[function].attributes[attribute] = value
 
     def function_parameters(self, function: int) -> tuple[tuple[int, int], ...]:
@@ -436,6 +464,7 @@ class FakeDriver(Driver):
             self._fail("cuStreamSynchronize", self.fault)
         if node.kind == structs.NODE_KERNEL:
             function, _, values = node.details
+            assert function.add is not None, f"nothing here can run the code of {function.name}"
             target, source, count = (int.from_bytes(value, "little") for value in values)
             data = np.frombuffer(self.read(source, count), np.uint8)
             self.write(target, (data + function.add).astype(np.uint8).tobytes())

@@ -1,0 +1,133 @@
+"""The kept archives of real CUDA graphs, and a device made of Python that can replay them.
+
+No processor here runs their kernels. What a replay has to notice all the same is anything that differs from what was
+captured; so the device answers each launch with numbers that depend on everything it was given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from graphpack.archive import oci
+from graphpack.archive.record import Record
+from graphpack.archive.store import Archive
+from graphpack.backends.cuda import columns as c
+from graphpack.backends.cuda import structs
+from graphpack.convert import convert
+from graphpack.regions import unpack_constants
+from tests.backends.cuda.entry import record_goldens
+from tests.backends.cuda.fake_driver import FakeDriver, Node
+
+ARCHIVES = tuple(sorted((Path(__file__).parents[2] / "archives").glob("cuda-*")))
+STEPS = 6
+
+
+def record_of(path: Path) -> Record:
+    (entry,) = Archive.open(path).find(None)
+    return entry.record
+
+
+def contents_of(path: Path) -> dict[str, bytes]:
+    """The content of every blob of the entry, by digest."""
+    archive = Archive.open(path)
+    return {blob.digest: archive.read_blob(blob) for blob in record_of(path).blobs}
+
+
+def graphs_of(path: Path) -> list[c.GraphColumns]:
+    record, contents = record_of(path), contents_of(path)
+    return [c.decode(contents[graph.object], graph.object, record.layout.regions) for graph in record.graphs]
+
+
+class AnsweringDriver(FakeDriver):
+    """Outputs are made from the launched graph, the weights and constants in memory, and the inputs of the step.
+
+    An address counts as its distance from the start of the reservation it lies in.
+    """
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self._kept = [(r.offset, r.bytes) for r in record.layout.regions if r.kind in ("weight", "constant")]
+        self._dtype = record.model.effective_dtype
+        self._inputs: dict[int, list[bytes]] = {}
+        self._seeds: dict[int, bytes] = {}
+        self._described: dict[int, tuple[bytes, int]] = {}
+
+    def copy_to_device_async(self, target: int, source: int, size: int, stream: int) -> None:
+        super().copy_to_device_async(target, source, size, stream)
+        self.streams[stream].append(lambda: self._inputs.setdefault(stream, []).append(self.read(target, size)))
+
+    def launch(self, executable: int, stream: int) -> None:
+        self._enter("launch")
+
+        def work() -> None:
+            description, start = self._described.get(executable) or self._describe(executable)
+            kept = b"".join(self.read(start + offset, size) for offset, size in self._kept)
+            self._seeds[stream] = hashlib.sha256(description + kept + b"".join(self._inputs.pop(stream, []))).digest()
+
+        self.streams[stream].append(work)
+
+    def copy_to_host_async(self, target: int, source: int, size: int, stream: int) -> None:
+        self.streams[stream].append(lambda: self.write(source, self._numbers(self._seeds[stream], size)))
+        super().copy_to_host_async(target, source, size, stream)
+
+    def _numbers(self, seed: bytes, size: int) -> bytes:
+        values = np.random.default_rng(list(seed)).random(size, np.float32)
+        return convert(values, "float32", self._dtype).tobytes()[:size]
+
+    def _describe(self, executable: int) -> tuple[bytes, int]:
+        graph = self.executables[executable]
+        start = min(self.reserved)
+        positions = {node: index for index, node in enumerate(graph.nodes)}
+        edges = sorted((positions[a], positions[b], *record) for (a, b), record in graph.edges.items())
+        nodes = [list(self._node(self.nodes[node], start)) for node in graph.nodes]
+        self._described[executable] = repr((nodes, edges)).encode(), start
+        return self._described[executable]
+
+    def _node(self, node: Node, start: int) -> Iterator[Any]:
+        yield node.kind, sorted(node.attributes.items())
+        if node.kind == structs.NODE_KERNEL:
+            function, row, values = node.details
+            yield function.image, function.name, sorted(function.attributes.items())
+            yield row["grid"].tolist(), row["block"].tolist(), int(row["shared"])
+            for (offset, _), value in zip(function.parameters, values, strict=True):
+                first = min(-offset % 8, len(value))
+                end = first + (len(value) - first) // 8 * 8
+                words = np.frombuffer(value[first:end], "<u8").tolist()
+                yield value[:first], [self._distance(word, start) for word in words], value[end:]
+        elif node.kind == structs.NODE_MEMCPY:
+            copy = node.details
+            yield self._distance(copy.src_device, start), self._distance(copy.dst_device, start)
+            yield [int(getattr(copy, name)) for name in ("width", "height", "depth", "src_pitch", "dst_pitch")]
+        elif node.kind == structs.NODE_MEMSET:
+            row = node.details
+            yield self._distance(int(row["dst"]), start), row.tolist()[1:]
+
+    def _distance(self, word: int, start: int) -> Any:
+        return ("address", word - start) if start <= word <= start + self.reserved[start] else word
+
+
+def replayable(path: Path, target: Path) -> Path:
+    """A copy of a kept archive whose goldens are what the device made of Python gives. All else is as it was."""
+    record, contents = record_of(path), contents_of(path)
+    constants = unpack_constants(contents[record.constants] if record.constants else b"", record.layout.regions)
+    goldens = record_goldens(record, contents, constants or {}, AnsweringDriver(record), STEPS)
+    archive = Archive.create(target)
+    of_goldens = {graph.golden for graph in record.graphs}
+    blobs = {blob.digest: blob for blob in record.blobs if blob.digest not in of_goldens}
+    for digest in blobs:
+        shutil.copy(path / "blobs" / "sha256" / digest, target / "blobs" / "sha256" / digest)
+    graphs = []
+    for graph in record.graphs:
+        blob = archive.put_blob(goldens[graph.bucket], oci.GOLDEN_TYPE)
+        blobs[blob.digest] = blob
+        graphs.append(replace(graph, golden=blob.digest, golden_steps=STEPS))
+    changed = replace(record, graphs=tuple(graphs), blobs=tuple(blobs[digest] for digest in sorted(blobs)))
+    archive.commit(archive.put_entry(changed), changed.entry.name)
+    return target
