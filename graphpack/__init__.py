@@ -138,12 +138,12 @@ def load(
     """
     from pathlib import Path
 
-    from graphpack import restore
-    from graphpack.results import LoadRequest, SilentObserver
+    from graphpack import opening
+    from graphpack.results import LoadRequest
 
     request = LoadRequest(
         archive=Path(archive),
-        names=(name if name is not None else _only_name(archive),),
+        names=() if name is None else (name,),
         weights={} if weights is None else {None: Path(weights)},
         device=device,
         verify=verify,
@@ -152,8 +152,7 @@ def load(
         lazy_graphs=lazy_graphs,
         bind=bind or {},
     )
-    (model,) = restore.load(request, SilentObserver())
-    return model
+    return opening.load_only(request)
 
 
 def inspect(archive: AnyPath, name: str | None = None) -> dict[str, Any]:
@@ -184,10 +183,3 @@ def __getattr__(name: str) -> Any:
     from graphpack.recorder import Recorder
 
     return Recorder
-
-
-def _only_name(archive: AnyPath) -> str:
-    names = [entry.record.entry.name for entry in open_archive(archive).find(None)]
-    if len(names) != 1:
-        raise UsageError(f"name one of the archive's {len(names)} entries: {', '.join(names)}")
-    return names[0]

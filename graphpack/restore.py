@@ -12,7 +12,7 @@ from graphpack.archive.record import Graph, Model, Record, Weights
 from graphpack.archive.store import Archive, Entry
 from graphpack.archive.validate import Ladder
 from graphpack.backends import Executable, Memory, Session, backend
-from graphpack.config import Config, find_config
+from graphpack.config import Config
 from graphpack.errors import (
     CorruptArchiveError,
     EnvironmentMismatchError,
@@ -21,12 +21,11 @@ from graphpack.errors import (
     LayoutMismatchError,
     Problem,
     UnsupportedFormatError,
-    UsageError,
     WeightsMismatchError,
 )
 from graphpack.golden import Golden
 from graphpack.graph import Bucket
-from graphpack.identity.compat import check_allowed, check_environment
+from graphpack.identity.compat import check_environment
 from graphpack.identity.digests import config_digest
 from graphpack.identity.environment import read_host
 from graphpack.identity.layout import check_layout, check_regions
@@ -43,25 +42,8 @@ from graphpack.regions import (
     unpack_constants,
 )
 from graphpack.replay import RestoredModel, verify_graphs
-from graphpack.results import LoadedEntry, LoadRequest, Observer, SilentObserver, VerifiedBucket
+from graphpack.results import LoadedEntry, LoadRequest, Observer, VerifiedBucket
 from graphpack.stages import Stages
-
-
-def load(request: LoadRequest, observer: Observer | None = None) -> list[RestoredModel]:
-    """Restore the entries of a request, all of them or none.
-
-    Raises the GraphpackError of the earliest rung that fails, with all problems of that rung.
-    """
-    observer = observer or SilentObserver()
-    check_allowed(request.allow)
-    archive = Archive.open(request.archive)
-    entries = archive.find(request.names or None)
-    _check_weight_names(request, entries)
-    config = find_config(request.config)
-    with ExitStack() as opened:
-        models = [opened.enter_context(restore_entry(archive, entry, request, config, observer)) for entry in entries]
-        opened.pop_all()
-    return models
 
 
 def restore_entry(
@@ -69,14 +51,6 @@ def restore_entry(
 ) -> RestoredModel:
     """Climb the ladder for one entry."""
     return _Restore(archive, entry, request, config, observer).run()
-
-
-def _check_weight_names(request: LoadRequest, entries: Sequence[Entry]) -> None:
-    names = [entry.record.entry.name for entry in entries]
-    stray = [name for name in request.weights if name is not None and name not in names]
-    if stray:
-        problems = [Problem(f"--weights {name}=...", ", ".join(names), "not an entry being loaded") for name in stray]
-        raise UsageError("--weights names an entry that is not being loaded", problems)
 
 
 class _Restore:

@@ -24,7 +24,7 @@ ORDER = """
     archive archive.record archive.codec archive.oci archive.files archive.looks archive.check archive.store
     archive.validate
     identity identity.environment identity.cpu_isa identity.digests identity.weights identity.layout identity.compat
-    models models.step models.jsonfile models.safetensors models.seeded models.weights models.architecture models.specs
+    models models.step models.safetensors models.seeded models.weights models.architecture models.specs
     models.checkpoint models.presets models.decoder models.factory models.registry models.locate
     regions tensor golden backends lockstep modes
     backends.cpu.policy backends.cpu.memory backends.cpu.runtime backends.cpu.restore backends.cpu
@@ -38,7 +38,7 @@ ORDER = """
     backends.cuda.cubin backends.cuda.listener backends.cuda.walk backends.cuda.audit backends.cuda.encode
     backends.cuda.space backends.cuda.memory backends.cuda.recorder
     backends.cuda.watch backends.cuda.capture backends.cuda.agree backends.cuda.capturing
-    replay restore
+    replay restore opening
     freshness entry proof capture recorder
     documents report
     cli.answer cli.options cli.save cli.load cli.inspect cli.models cli.completion cli
@@ -173,4 +173,9 @@ def test_no_module_is_too_long(module: str) -> None:
 )
 def test_importing_does_not_bring_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent).returncode == 0
+
+
+def test_what_starts_a_driver_is_imported_before_what_is_slow_to_import() -> None:
+    code = "import sys, graphpack.opening, graphpack.backends.cuda.libcuda; sys.exit('numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent).returncode == 0

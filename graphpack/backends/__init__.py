@@ -173,6 +173,12 @@ def backend(name: str) -> Backend:
     return module
 
 
+def wake(name: str) -> None:
+    """Let a backend that takes long to start begin now, in a thread; nothing needs to wait for it or undo it."""
+    if name in BACKENDS:
+        import_module(f"graphpack.backends.{name}").wake()
+
+
 def _check_name(name: str) -> None:
     if name not in BACKENDS:
         raise EnvironmentMismatchError(

@@ -78,10 +78,10 @@ def load(
         lazy_graphs=lazy_graphs,
         config=settings.file,
     )
-    from graphpack import documents, report, restore
+    from graphpack import documents, opening, report
 
     with report.observer(sys.stderr) as observer, ExitStack() as opened:
-        models = restore.load(request, observer)
+        models = opening.load(request, observer)
         for model in models:
             opened.callback(model.close)
         entries = [(model.result, model.bench(BENCH_SECONDS) if bench else ()) for model in models]

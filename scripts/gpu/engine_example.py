@@ -104,7 +104,7 @@ def replayed(step: Any) -> list[Any]:
 def serve(archive: str) -> None:
     import torch
 
-    from graphpack import restore
+    from graphpack import opening
     from graphpack.graph import Bucket
     from graphpack.results import LoadRequest
 
@@ -115,7 +115,7 @@ def serve(archive: str) -> None:
     bound["memory"] = memory.data_ptr()
     torch.cuda.synchronize()
     request = LoadRequest(archive=Path(archive), weights={None: Path(archive).with_suffix(".weights")}, bind=bound)
-    (model,) = restore.load(request)
+    (model,) = opening.load(request)
     with model:
         memory.zero_()
         torch.cuda.synchronize()

@@ -15,7 +15,7 @@ from urllib.error import URLError
 import pytest
 
 from graphpack.archive.store import Archive
-from graphpack.restore import load
+from graphpack.opening import load
 from graphpack.results import LoadRequest
 from tests.archive.build import blob_path, make_archive, make_record, read_index
 from tests.archive.independent_reader import read_archive

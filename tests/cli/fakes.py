@@ -197,7 +197,7 @@ class FakeModel:
 
 @dataclass
 class Loading:
-    """Stands for `restore.load`; `models` are what it gave."""
+    """Stands for `opening.load`; `models` are what it gave."""
 
     results: tuple[LoadedEntry, ...] | BaseException
     requests: list[LoadRequest] = field(default_factory=list)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
 
 import graphpack
-from graphpack.results import LoadRequest, SaveRequest
+from graphpack.archive.store import Entry
+from graphpack.results import LoadRequest, SaveRequest, SilentObserver
 from tests.cli import fakes
 from tests.cli.conftest import Fake
 
@@ -32,7 +34,7 @@ def test_save_refuses_every_bad_setting_at_once() -> None:
 
 def test_load(fake: Fake) -> None:
     restore = fakes.Loading((fakes.LOADED,))
-    fake("restore", fakes.module(load=restore))
+    fake("opening", fakes.module(load_only=lambda request: restore(request, SilentObserver())[0]))
     model = graphpack.load("archive", "n", weights="dir", verify=True, allow=["environment.torch"], copy_weights=True)
     assert isinstance(model, fakes.FakeModel)
     assert restore.models == [model]
@@ -53,11 +55,16 @@ def test_load_refuses_a_device_that_does_not_exist() -> None:
 
 
 def test_load_without_a_name_takes_the_only_entry(fake: Fake, tmp_path: Path) -> None:
-    restore = fakes.Loading((fakes.LOADED,))
-    fake("restore", fakes.module(load=restore))
+    restored: list[str] = []
+
+    def restore_entry(archive: object, entry: Entry, *rest: object) -> AbstractContextManager[object]:
+        restored.append(entry.record.entry.name)
+        return nullcontext(fakes.FakeModel(fakes.LOADED))
+
+    fake("restore", fakes.module(restore_entry=restore_entry))
     fakes.write_archive(tmp_path / "archive", "one")
-    graphpack.load(tmp_path / "archive")
-    assert restore.requests[0].names == ("one",)
+    assert isinstance(graphpack.load(tmp_path / "archive"), fakes.FakeModel)
+    assert restored == ["one"]
     fakes.write_archive(tmp_path / "archive", "two")
     with pytest.raises(graphpack.UsageError, match="2 entries: one, two"):
         graphpack.load(tmp_path / "archive")

@@ -71,7 +71,7 @@ def test_save_prints_its_result_alone_on_standard_output(run: Run, fake: Fake) -
 
 
 def test_load_says_what_was_proven_and_what_was_not(run: Run, fake: Fake) -> None:
-    fake("restore", fakes.module(load=fakes.Loading((fakes.LOADED,))))
+    fake("opening", fakes.module(load=fakes.Loading((fakes.LOADED,))))
     assert lines(run("load", "archive").out) == [
         "restored tiny-llama on cpu: 2 graphs, 0 captures",
         "  seconds     archive 0.01, weights 0.02, total 0.03",
@@ -85,7 +85,7 @@ def test_load_says_what_was_proven_and_what_was_not(run: Run, fake: Fake) -> Non
 
 
 def test_load_with_verify_and_bench(run: Run, fake: Fake) -> None:
-    fake("restore", fakes.module(load=fakes.Loading((fakes.VERIFIED,))))
+    fake("opening", fakes.module(load=fakes.Loading((fakes.VERIFIED,))))
     out = lines(run("load", "archive", "--verify", "--bench").out)
     assert out[-5:] == [
         "  not proven  nothing left out",
@@ -97,13 +97,13 @@ def test_load_with_verify_and_bench(run: Run, fake: Fake) -> None:
 
 
 def test_notes_of_results_are_printed(run: Run, fake: Fake) -> None:
-    fake("restore", fakes.module(load=fakes.Loading((replace(fakes.LOADED, notes=("its tag is other",)),))))
+    fake("opening", fakes.module(load=fakes.Loading((replace(fakes.LOADED, notes=("its tag is other",)),))))
     assert "  note        its tag is other" in lines(run("load", "archive").out)
 
 
 @pytest.mark.parametrize("flags", [(), ("--verify",), ("--bench",)])
 def test_load_in_json(run: Run, fake: Fake, flags: tuple[str, ...]) -> None:
-    fake("restore", fakes.module(load=fakes.Loading((fakes.VERIFIED, fakes.LOADED))))
+    fake("opening", fakes.module(load=fakes.Loading((fakes.VERIFIED, fakes.LOADED))))
     document = run("load", "archive", *flags, "--format", "json").document
     assert [entry["captures"] for entry in document["entries"]] == [0, 0]
     assert document["entries"][0]["verified"][0]["max_difference"] == "nan"

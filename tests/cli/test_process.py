@@ -32,8 +32,8 @@ def load(request, observer):
         Path("cleaned").touch()
 
 import graphpack
-graphpack.restore = sys.modules["graphpack.restore"] = types.ModuleType("graphpack.restore")
-graphpack.restore.load = load
+graphpack.opening = sys.modules["graphpack.opening"] = types.ModuleType("graphpack.opening")
+graphpack.opening.load = load
 from graphpack.__main__ import main
 sys.exit(main())
 """

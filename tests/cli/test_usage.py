@@ -160,7 +160,7 @@ def test_save_without_an_archive_anywhere(run: Run) -> None:
 
 def test_load_passes_on_what_was_given(run: Run, fake: Fake) -> None:
     restore = fakes.Loading((fakes.LOADED,))
-    fake("restore", fakes.module(load=restore))
+    fake("opening", fakes.module(load=restore))
     options = ("--name", "x", "--name", "y", "--weights", "x=d/x", "--weights", "./y=z", "--device", "cuda")
     assert run("load", "a", *options, "--allow", "environment.torch", "--copy-weights", "--verify").code == 0
     (request,) = restore.requests
@@ -173,7 +173,7 @@ def test_load_passes_on_what_was_given(run: Run, fake: Fake) -> None:
 
 def test_load_names_the_configuration_it_uses(run: Run, fake: Fake, tmp_path: Path) -> None:
     restore = fakes.Loading(())
-    fake("restore", fakes.module(load=restore))
+    fake("opening", fakes.module(load=restore))
     run("load", "a")
     (tmp_path / "graphpack.yaml").write_text("models: {x: {path: cx}}\n")
     run("load", "a")
@@ -183,19 +183,19 @@ def test_load_names_the_configuration_it_uses(run: Run, fake: Fake, tmp_path: Pa
 
 def test_load_closes_every_model(run: Run, fake: Fake) -> None:
     restore = fakes.Loading((fakes.LOADED, fakes.LOADED))
-    fake("restore", fakes.module(load=restore))
+    fake("opening", fakes.module(load=restore))
     run("load", "a", "--bench")
     assert [model.closed for model in restore.models] == [True, True]
 
 
 def test_errors_of_the_library_keep_their_code(run: Run, fake: Fake) -> None:
-    fake("restore", fakes.module(load=fakes.Loading(NotFoundError("no archive"))))
+    fake("opening", fakes.module(load=fakes.Loading(NotFoundError("no archive"))))
     assert run("load", "a").code == 3
     assert run("load", "a", "--format", "json").document["error"]["kind"] == "not-found"
 
 
 def test_a_bug_shows_its_traceback_and_still_answers_in_json(run: Run, fake: Fake) -> None:
-    fake("restore", fakes.module(load=fakes.Loading(ZeroDivisionError("oops"))))
+    fake("opening", fakes.module(load=fakes.Loading(ZeroDivisionError("oops"))))
     outcome = run("load", "a", "--format", "json")
     assert outcome.code == 1
     assert outcome.document["error"]["message"] == "internal error: ZeroDivisionError: oops"
@@ -204,7 +204,7 @@ def test_a_bug_shows_its_traceback_and_still_answers_in_json(run: Run, fake: Fak
 
 @pytest.mark.parametrize(("error", "code"), [(PermissionError(13, "Permission denied", "x"), 12), (OSError(2, "?"), 1)])
 def test_refusals_of_the_system(run: Run, fake: Fake, error: OSError, code: int) -> None:
-    fake("restore", fakes.module(load=fakes.Loading(error)))
+    fake("opening", fakes.module(load=fakes.Loading(error)))
     assert run("load", "a").code == code
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from graphpack import restore
+from graphpack import opening, restore
 from graphpack.errors import GraphpackError
 from graphpack.identity.environment import Host, read_host
 from graphpack.results import LoadedEntry, LoadRequest
@@ -23,7 +23,7 @@ from tests.matrix.sealing import names_of_files
 def outcome(request: LoadRequest) -> GraphpackError | LoadedEntry:
     """What loading the one entry gives. Any other exception is a failure of the test."""
     try:
-        (model,) = restore.load(request)
+        (model,) = opening.load(request)
     except GraphpackError as error:
         return error
     model.close()
@@ -57,8 +57,8 @@ def this_machine() -> Host:
 
 def words(base: Path, archive: Path, new: dict[str, Any]) -> dict[str, Any]:
     """What an answer may say in `{...}`: `old` and `new` are the record before and after; `object_1`, `golden_2`,
-    `constants`, `record`, `manifest` are files, with `_size` their sizes; `archive` is the directory, and
-    `old_settings` and `new_settings` are digests."""
+    `constants`, `record`, `manifest` are files, with `_size` their sizes; `archive` is the directory, `at` the position
+    of each region, and `old_settings` and `new_settings` are digests."""
     old = read_record(base)
     files = names_of_files(base, old)
     files |= {name: file for name, file in names_of_files(archive, old).items() if name in ("manifest", "record")}
@@ -66,7 +66,8 @@ def words(base: Path, archive: Path, new: dict[str, Any]) -> dict[str, Any]:
         f"{name}_size": (archive / file).stat().st_size for name, file in files.items() if (archive / file).exists()
     }
     settings = {"old_settings": identity(4, old["settings"]), "new_settings": identity(4, new["settings"])}
-    return {"old": old, "new": new, "archive": archive, "any": "\0", **settings, **sizes, **files}
+    at = {region["name"]: index for index, region in enumerate(old["layout"]["regions"])}
+    return {"old": old, "new": new, "archive": archive, "any": "\0", "at": at, **settings, **sizes, **files}
 
 
 def assert_says(error: GraphpackError, answer: Answer, said: dict[str, Any]) -> None:
@@ -75,6 +76,14 @@ def assert_says(error: GraphpackError, answer: Answer, said: dict[str, Any]) -> 
     pattern = re.escape(message).replace("\0", ".+")
     assert re.fullmatch(pattern, str(error)), f"{error.code}: {error}\n--- expected {answer.exit}:\n{message}"
     assert error.code == answer.exit
+
+
+def assert_loads(result: GraphpackError | LoadedEntry, answer: Answer) -> None:
+    """The load succeeded, with the answer's notes and waived fields."""
+    assert isinstance(result, LoadedEntry), str(result)
+    waived = [rung.note for rung in result.ladder if rung.state == "waived"]
+    assert result.notes == answer.notes
+    assert waived == ([answer.waived] if answer.waived else [])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

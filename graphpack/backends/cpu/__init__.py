@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
-from graphpack.backends.cpu.restore import CpuBackend
 
-BACKEND = CpuBackend()
+def wake() -> None:
+    """A processor is awake."""
+
+
+def __getattr__(name: str) -> object:
+    """`BACKEND`, imported when it is asked for."""
+    if name != "BACKEND":
+        raise AttributeError(name)
+    from graphpack.backends.cpu.restore import CpuBackend
+
+    return CpuBackend()

@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 
+def wake() -> None:
+    """Start the driver in a thread of its own. Whoever uses the driver next waits for it, and learns if it failed."""
+    from threading import Thread
+
+    from graphpack.backends.cuda.libcuda import start
+
+    Thread(target=start, name="graphpack-wake", daemon=True).start()
+
+
 def __getattr__(name: str) -> object:
     """`BACKEND`, imported when it is asked for: capture uses the driver without the restoring half."""
     if name != "BACKEND":

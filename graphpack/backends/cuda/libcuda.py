@@ -6,10 +6,10 @@ import ctypes
 from ctypes import byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from typing import Any
 
-from graphpack.backends.cuda.structs import NO_DEVICE
 from graphpack.errors import EnvironmentMismatchError, GraphpackError, Problem
 
 LIBRARY = "libcuda.so.1"
+NO_DEVICE = 100
 
 _P, _U64, _SIZE, _INT, _UINT = c_void_p, c_uint64, c_size_t, c_int, c_uint
 # Pointers to be filled are passed as c_void_p too: `byref` fits it.
@@ -82,6 +82,15 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuGraphExecDestroy": (_P,),
     "cuGetErrorName": (_INT, _P),
 }
+
+
+def start() -> int | None:
+    """Load and initialise the driver, which takes a few tenths of a second and is done once a process: the status of
+    `cuInit`, or None where there is no driver. Imports nothing that is slow to import."""
+    try:
+        return int(ctypes.CDLL(LIBRARY).cuInit(0))
+    except OSError:
+        return None
 
 
 class CudaError(GraphpackError):

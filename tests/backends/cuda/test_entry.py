@@ -27,7 +27,7 @@ from graphpack.errors import (
     WeightsMismatchError,
 )
 from graphpack.graph import Bucket
-from graphpack.restore import load
+from graphpack.opening import load
 from graphpack.results import LoadRequest
 from tests.archive.build import identity, read_record, reseal
 from tests.backends.cuda.entry import BASE, make_cuda_archive
