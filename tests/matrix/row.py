@@ -70,7 +70,7 @@ def appended(item: Any) -> Callable[[list[Any]], list[Any]]:
     return lambda old: [*old, item]
 
 
-def item(name: str, **changes: Any) -> Callable[[list[Any]], list[Any]]:
+def item(name: str, /, **changes: Any) -> Callable[[list[Any]], list[Any]]:
     """A list whose item of this name has other fields: each a new value, or a function of the old one."""
 
     def change(old: list[Any]) -> list[Any]:

@@ -26,7 +26,12 @@ from tests.archive.build import (
 )
 from tests.matrix.row import Edit, FromRecord, Row
 
-BLOBS = {"@object": "graphs.0.object", "@golden": "graphs.0.golden", "@constants": "constants"}
+BLOBS = {
+    "@object": "graphs.0.object",
+    "@image": "graphs.0.images.0",
+    "@golden": "graphs.0.golden",
+    "@constants": "constants",
+}
 """Names, in a path, of the places of blobs in their list, which is sorted by digest."""
 
 DOCUMENTS = ("header", "manifest", "index", "oci-layout", "content", "columns", "store")

@@ -13,7 +13,7 @@ from graphpack.results import LoadedEntry
 from tests.archive.build import read_index
 from tests.matrix import rows_files, rows_graphs, rows_identity, rows_machine
 from tests.matrix.fields import fields_of
-from tests.matrix.reading import Answer, answers, assert_says, read, words
+from tests.matrix.reading import answers, assert_loads, assert_says, read, words
 from tests.matrix.row import Row
 from tests.matrix.sealing import apply
 
@@ -36,13 +36,6 @@ def test_row(row: Row, base: Path, new_archive: Callable[[], Path]) -> None:
         assert_says(last, answer, said)
     else:
         assert_loads(last, answer)
-
-
-def assert_loads(result: GraphpackError | LoadedEntry, answer: Answer) -> None:
-    assert isinstance(result, LoadedEntry), str(result)
-    waived = [rung.note for rung in result.ladder if rung.state == "waived"]
-    assert result.notes == answer.notes
-    assert waived == ([answer.waived] if answer.waived else [])
 
 
 def test_the_twin_of_every_row_loads(base: Path, new_archive: Callable[[], Path]) -> None:

@@ -82,6 +82,7 @@ class FakeDriver(Driver):
         self.calls: Counter[str] = Counter()
         self.free = self.total = memory
         self.devices = devices
+        self.driver_version = 13000
         self.attributes = {75: capability[0], 76: capability[1], 16: 132, 113: 1}
         self.lock_status = 0
         self.reserved: dict[int, int] = {}
@@ -121,7 +122,7 @@ class FakeDriver(Driver):
     # --- devices
 
     def version(self) -> int:
-        return 13000
+        return self.driver_version
 
     def device_count(self) -> int:
         return self.devices

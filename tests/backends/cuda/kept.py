@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -48,12 +49,14 @@ def graphs_of(path: Path) -> list[c.GraphColumns]:
 class AnsweringDriver(FakeDriver):
     """Outputs are made from the launched graph, the weights and constants in memory, and the inputs of the step.
 
-    An address counts as its distance from the start of the reservation it lies in.
+    An address counts as what `record` has there, which must be the record that is restored; regions may not be
+    scattered.
     """
 
     def __init__(self, record: Record) -> None:
         super().__init__()
-        self._kept = [(r.offset, r.bytes) for r in record.layout.regions if r.kind in ("weight", "constant")]
+        self._regions = sorted(record.layout.regions, key=lambda region: region.offset)
+        self._offsets = [region.offset for region in self._regions]
         self._dtype = record.model.effective_dtype
         self._inputs: dict[int, list[bytes]] = {}
         self._seeds: dict[int, bytes] = {}
@@ -68,7 +71,11 @@ class AnsweringDriver(FakeDriver):
 
         def work() -> None:
             description, start = self._described.get(executable) or self._describe(executable)
-            kept = b"".join(self.read(start + offset, size) for offset, size in self._kept)
+            kept = b"".join(
+                self.read(start + region.offset, region.bytes)
+                for region in sorted(self._regions, key=lambda region: region.name)
+                if region.kind in ("weight", "constant")
+            )
             self._seeds[stream] = hashlib.sha256(description + kept + b"".join(self._inputs.pop(stream, []))).digest()
 
         self.streams[stream].append(work)
@@ -100,17 +107,20 @@ class AnsweringDriver(FakeDriver):
                 first = min(-offset % 8, len(value))
                 end = first + (len(value) - first) // 8 * 8
                 words = np.frombuffer(value[first:end], "<u8").tolist()
-                yield value[:first], [self._distance(word, start) for word in words], value[end:]
+                yield value[:first], [self._meaning(word, start) for word in words], value[end:]
         elif node.kind == structs.NODE_MEMCPY:
             copy = node.details
-            yield self._distance(copy.src_device, start), self._distance(copy.dst_device, start)
+            yield self._meaning(copy.src_device, start), self._meaning(copy.dst_device, start)
             yield [int(getattr(copy, name)) for name in ("width", "height", "depth", "src_pitch", "dst_pitch")]
         elif node.kind == structs.NODE_MEMSET:
             row = node.details
-            yield self._distance(int(row["dst"]), start), row.tolist()[1:]
+            yield self._meaning(int(row["dst"]), start), row.tolist()[1:]
 
-    def _distance(self, word: int, start: int) -> Any:
-        return ("address", word - start) if start <= word <= start + self.reserved[start] else word
+    def _meaning(self, word: int, start: int) -> Any:
+        if not start <= word <= start + self.reserved[start]:
+            return word
+        region = self._regions[max(bisect_right(self._offsets, word - start) - 1, 0)]
+        return region.name, word - start - region.offset
 
 
 def replayable(path: Path, target: Path) -> Path:
