@@ -34,13 +34,19 @@ def storage_errors(doing: str, path: Path) -> Iterator[None]:
         raise StorageError(f"cannot {doing} {path}: {reason}", [Problem(str(path), "", reason)]) from error
 
 
-def read_file(root: Path, name: str, *, limit: int, size: int | None = None, named_by: str = "") -> bytes:
+Opened = dict[str, os.stat_result]
+"""The status of each file and directory that was opened, by its name below the root; the root itself is `.`."""
+
+
+def read_file(
+    root: Path, name: str, *, limit: int, size: int | None = None, named_by: str = "", opened: Opened | None = None
+) -> bytes:
     """The bytes of the regular file `name` under `root`; no link is followed below `root`.
 
-    `size` is the length that the file `named_by` claims. Raises CorruptArchiveError, or StorageError when the
-    system cannot read.
+    `size` is the length that the file `named_by` claims. What was opened on the way is added to `opened`. Raises
+    CorruptArchiveError, or StorageError when the system cannot read.
     """
-    with _opened(root, name, named_by) as (descriptor, found):
+    with _opened(root, name, named_by, {} if opened is None else opened) as (descriptor, found):
         if size is not None and found != size:
             raise corrupt(name, f"{found} bytes long where {named_by} says {size}")
         if found > limit:
@@ -54,16 +60,16 @@ def read_file(root: Path, name: str, *, limit: int, size: int | None = None, nam
 
 def check_size(root: Path, name: str, size: int, named_by: str) -> None:
     """The regular file `name` is there and `size` bytes long. Raises as `read_file`."""
-    with _opened(root, name, named_by) as (_, found):
+    with _opened(root, name, named_by, {}) as (_, found):
         if found != size:
             raise corrupt(name, f"{found} bytes long where {named_by} says {size}")
 
 
 @contextmanager
-def _opened(root: Path, name: str, named_by: str) -> Iterator[tuple[int, int]]:
+def _opened(root: Path, name: str, named_by: str, opened: Opened) -> Iterator[tuple[int, int]]:
     """Descriptor and size of a regular file."""
     try:
-        descriptor = _open_below(root, name)
+        descriptor = _open_below(root, name, opened)
     except FileNotFoundError:
         raise corrupt(name, f"missing, though {named_by} names it" if named_by else "missing") from None
     except OSError as error:
@@ -75,19 +81,22 @@ def _opened(root: Path, name: str, named_by: str) -> Iterator[tuple[int, int]]:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise corrupt(name, "not a regular file")
+        opened[name] = status
         yield descriptor, status.st_size
     finally:
         os.close(descriptor)
 
 
-def _open_below(root: Path, name: str) -> int:
+def _open_below(root: Path, name: str, opened: Opened) -> int:
     *folders, last = name.split("/")
     here = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        for folder in folders:
+        opened["."] = os.fstat(here)
+        for depth, folder in enumerate(folders, 1):
             below = os.open(folder, _READ | os.O_DIRECTORY, dir_fd=here)
             os.close(here)
             here = below
+            opened["/".join(folders[:depth])] = os.fstat(here)
         return os.open(last, _READ, dir_fd=here)
     finally:
         os.close(here)

@@ -17,18 +17,18 @@ from typing import Any
 from graphpack.archive import codec, files, oci
 from graphpack.archive.check import check_record_layout, check_record_weights, decode_record
 from graphpack.archive.files import storage_errors
-from graphpack.archive.looks import interrupted_save, looks_like
+from graphpack.archive.finding import archive_root, no_archive, no_such_entries, open_index, read_index
+from graphpack.archive.looks import interrupted_save
 from graphpack.archive.record import Blob, FormatVersion, Producer, Record
 from graphpack.errors import (
     CaptureRefusedError,
     CorruptArchiveError,
     GraphpackError,
-    NotFoundError,
     Problem,
     StorageError,
     UnsupportedFormatError,
 )
-from graphpack.schema import shown, to_plain
+from graphpack.schema import to_plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,10 @@ class Header:
 class Archive:
     """One archive, as `index.json` was when it was opened or last committed. Nothing is kept open."""
 
-    def __init__(self, path: Path, index: oci.Index) -> None:
+    def __init__(self, path: Path, index: oci.Index, opened: files.Opened | None = None) -> None:
         self.path = path
+        self.opened: files.Opened = {} if opened is None else opened
+        """Of all that was read so far, for who asks whether others may have changed it."""
         self._index = index
         self._written: list[str] = []
         self._made: list[Path] = []
@@ -86,10 +88,10 @@ class Archive:
         Raises NotFoundError for everything that is something else, CorruptArchiveError, UnsupportedFormatError,
         and StorageError where the system cannot read.
         """
-        root = _root(path)
-        archive = cls(root, _open_index(root))
+        root, opened = archive_root(path), files.Opened()
+        archive = cls(root, open_index(root, opened), opened)
         if not archive.entries():
-            raise _no_archive(root, "looks like an OCI layout without graphpack entries")
+            raise no_archive(root, "looks like an OCI layout without graphpack entries")
         return archive
 
     def entries(self) -> tuple[EntryRef, ...]:
@@ -129,7 +131,7 @@ class Archive:
         if failures and (missing or names is None):
             raise failures[0]
         if missing:
-            raise _no_such_entries(self.path, missing, list(found))
+            raise no_such_entries(self.path, missing, list(found))
         return tuple(found[name] for name in wanted)
 
     def read_entry(self, ref: EntryRef) -> Entry:
@@ -194,7 +196,7 @@ class Archive:
 
     def _read(self, digest: str, size: int, limit: int, named_by: str) -> bytes:
         name = oci.blob_file(digest)
-        data = files.read_file(self.path, name, limit=limit, size=size, named_by=named_by)
+        data = files.read_file(self.path, name, limit=limit, size=size, named_by=named_by, opened=self.opened)
         if hashlib.sha256(data).hexdigest() != digest:
             raise codec.corrupt(name, "its content has another digest than its name")
         return data
@@ -208,9 +210,9 @@ class Archive:
         An entry in it may be damaged, since saving again is how it is mended. Raises StorageError where nothing can
         be written, NotFoundError for a path that holds something else, CorruptArchiveError for a damaged index.
         """
-        root = _root(path)
+        root, opened = archive_root(path), files.Opened()
         new = not os.path.lexists(root) or interrupted_save(root)
-        archive = cls(root, oci.EMPTY_INDEX if new else _open_index(root))
+        archive = cls(root, oci.EMPTY_INDEX if new else open_index(root, opened), opened)
         try:
             archive._make_folders()
             files.probe(root)
@@ -298,7 +300,7 @@ class Archive:
         return digest
 
     def _current_index(self) -> oci.Index:
-        return _read_index(self.path) if os.path.lexists(self.path / oci.INDEX_FILE) else oci.EMPTY_INDEX
+        return read_index(self.path, self.opened) if os.path.lexists(self.path / oci.INDEX_FILE) else oci.EMPTY_INDEX
 
     def _check_complete(self, ref: EntryRef) -> None:
         """Another save that failed may have removed blobs that this one found in place."""
@@ -345,7 +347,7 @@ class Archive:
     def _make_folder(self, folder: Path) -> None:
         with storage_errors("make", folder), suppress(FileExistsError):
             if not folder.is_dir():
-                folder.mkdir()
+                folder.mkdir(0o755)
                 self._made.append(folder)
                 files.sync_folder(folder.parent)
 
@@ -362,38 +364,3 @@ class Archive:
         with storage_errors("list", self.path):
             for folder in (self.path, self.path / oci.BLOBS):
                 files.sweep(folder)
-
-
-def _root(path: str | os.PathLike[str]) -> Path:
-    root = Path(path)
-    if "\0" in str(root):
-        raise _no_archive(root, "no path has a zero byte")
-    return root
-
-
-def _no_archive(root: Path, reason: str) -> NotFoundError:
-    return NotFoundError(f"{shown(str(root), 500)} is not a graphpack archive ({reason})")
-
-
-def _open_index(root: Path) -> oci.Index:
-    """Raises NotFoundError for everything that is no image layout."""
-    other = looks_like(root)
-    if other:
-        raise _no_archive(root, other)
-    return _read_index(root)
-
-
-def _read_index(root: Path) -> oci.Index:
-    oci.check_layout(files.read_file(root, oci.LAYOUT_FILE, limit=oci.LAYOUT_LIMIT))
-    return oci.decode_index(files.read_file(root, oci.INDEX_FILE, limit=oci.INDEX_LIMIT))
-
-
-def _no_such_entries(path: Path, missing: Sequence[str], names: Sequence[str]) -> NotFoundError:
-    import difflib
-
-    problems = []
-    for name in missing:
-        close = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {close[0]}?" if close else ""
-        problems.append(Problem(shown(name), f"entries {', '.join(names)}", "no entry of this name", hint))
-    return NotFoundError(f"no entry {', '.join(shown(name) for name in missing)} in {path}", problems)

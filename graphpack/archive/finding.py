@@ -1,0 +1,47 @@
+"""What a path or a name that was given stands for: an archive's index, or a NotFoundError that helps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from graphpack.archive import files, oci
+from graphpack.archive.looks import looks_like
+from graphpack.errors import NotFoundError, Problem
+from graphpack.schema import shown
+
+
+def archive_root(path: str | os.PathLike[str]) -> Path:
+    root = Path(path)
+    if "\0" in str(root):
+        raise no_archive(root, "no path has a zero byte")
+    return root
+
+
+def no_archive(root: Path, reason: str) -> NotFoundError:
+    return NotFoundError(f"{shown(str(root), 500)} is not a graphpack archive ({reason})")
+
+
+def open_index(root: Path, opened: files.Opened) -> oci.Index:
+    """Raises NotFoundError for everything that is no image layout."""
+    other = looks_like(root)
+    if other:
+        raise no_archive(root, other)
+    return read_index(root, opened)
+
+
+def read_index(root: Path, opened: files.Opened) -> oci.Index:
+    oci.check_layout(files.read_file(root, oci.LAYOUT_FILE, limit=oci.LAYOUT_LIMIT, opened=opened))
+    return oci.decode_index(files.read_file(root, oci.INDEX_FILE, limit=oci.INDEX_LIMIT, opened=opened))
+
+
+def no_such_entries(path: Path, missing: Sequence[str], names: Sequence[str]) -> NotFoundError:
+    import difflib
+
+    problems = []
+    for name in missing:
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {close[0]}?" if close else ""
+        problems.append(Problem(shown(name), f"entries {', '.join(names)}", "no entry of this name", hint))
+    return NotFoundError(f"no entry {', '.join(shown(name) for name in missing)} in {path}", problems)
