@@ -7,7 +7,7 @@ from math import prod
 from typing import Annotated
 
 from graphpack.dtypes import DTYPES, DtypeName
-from graphpack.schema import Count, Positive, Whole, one_of
+from graphpack.schema import Count, Extents, Positive, Whole, one_of
 
 RegionKind = Annotated[str, one_of("weight", "constant", "state", "input", "output", "scratch")]
 
@@ -33,7 +33,7 @@ class TensorSpec:
 
     name: str
     dtype: DtypeName
-    shape: tuple[Count, ...]
+    shape: Extents
     minimum: Whole | None = None
     maximum: Whole | None = None
 
@@ -59,8 +59,8 @@ class Region:
     name: str
     kind: RegionKind
     dtype: DtypeName
-    shape: tuple[Count, ...]
-    strides: tuple[Count, ...]
+    shape: Extents
+    strides: Extents
     offset: Count
     bytes: Count
     alignment: Positive

@@ -46,13 +46,37 @@ Count = Annotated[int, Rule("0 to 2^53-1", lambda value: 0 <= value <= COUNT_LIM
 Positive = Annotated[int, Rule("1 to 2^53-1", lambda value: 1 <= value <= COUNT_LIMIT)]
 Whole = Annotated[int, Rule("-2^53+1 to 2^53-1", lambda value: -COUNT_LIMIT <= value <= COUNT_LIMIT)]
 
+DIMENSION_LIMIT = 64
+"""Of a tensor, as in torch. The product of more extents is a number of any size."""
+
+Extents = Annotated[tuple[Count, ...], Rule("at most 64", lambda value: len(value) <= DIMENSION_LIMIT)]
+
+
+PROBLEM_LIMIT = 100
+"""After so many problems of a document, nobody reads on."""
+
+
+class _TooManyError(Exception):
+    """Reading stops: `PROBLEM_LIMIT` problems were found."""
+
 
 @dataclass(slots=True)
 class SchemaProblems:
-    """What was wrong with a document: `malformed` values, and `unknown` keys that a later version may define."""
+    """What was wrong with a document: `malformed` values, and `unknown` keys that a later version may define.
+
+    No more than `PROBLEM_LIMIT` altogether.
+    """
 
     malformed: list[Problem]
     unknown: list[Problem]
+
+    def __len__(self) -> int:
+        return len(self.malformed) + len(self.unknown)
+
+    def add(self, problems: list[Problem], where: str, value: str, rule: str) -> None:
+        problems.append(Problem(where, value, rule))
+        if len(self) >= PROBLEM_LIMIT:
+            raise _TooManyError
 
 
 @cache
@@ -64,9 +88,13 @@ def field_types(cls: type) -> dict[str, Any]:
 
 def from_plain(cls: type[T], value: Plain, where: str, problems: SchemaProblems) -> T | None:
     """Build `cls` from a map, adding to `problems`; None if anything in it was malformed or unknown."""
-    before = len(problems.malformed) + len(problems.unknown)
-    result = _decode(cls, value, where, problems)
-    return result if len(problems.malformed) + len(problems.unknown) == before else None
+    before = len(problems)
+    hint: Any = cls
+    try:
+        result = _decoder(hint)(value, where, problems)
+    except _TooManyError:
+        return None
+    return result if len(problems) == before else None
 
 
 def to_plain(value: Any) -> Plain:
@@ -80,62 +108,94 @@ def to_plain(value: Any) -> Plain:
     return value
 
 
-def _decode(hint: Any, value: Plain, where: str, problems: SchemaProblems) -> Any:
+Decoder = Callable[[Plain, str, SchemaProblems], Any]
+"""Value, where it stands, problems to add to -> what the dataclass holds; of no use if problems were added."""
+
+
+@cache
+def _decoder(hint: Any) -> Decoder:
+    """How values of a type are decoded, found out once: a record has many more values than types."""
     if hint is Any:
-        return value
+        return lambda value, _where, _problems: value
     origin = get_origin(hint)
     if origin is Annotated:
         base, *rules = get_args(hint)
-        return _decode_ruled(base, rules, value, where, problems)
+        return _ruled(_decoder(base), rules)
     if origin in (Union, types.UnionType):
-        (inner,) = [option for option in get_args(hint) if option is not type(None)]
-        return None if value is None else _decode(inner, value, where, problems)
+        (option,) = [option for option in get_args(hint) if option is not type(None)]
+        return _optional(_decoder(option))
     if origin is tuple:
-        (inner, _) = get_args(hint)
+        return _tuple(_decoder(get_args(hint)[0]))
+    if origin is not None and issubclass(origin, Mapping):
+        return _mapping(_decoder(get_args(hint)[1]))
+    return _dataclass(hint) if is_dataclass(hint) else _scalar(hint)
+
+
+def _scalar(kind: type) -> Decoder:
+    def decode(value: Plain, where: str, problems: SchemaProblems) -> Any:
+        return value if type(value) is kind else _wrong_type(f"a {kind.__name__}", value, where, problems)
+
+    return decode
+
+
+def _ruled(inner: Decoder, rules: list[Rule]) -> Decoder:
+    def decode(value: Plain, where: str, problems: SchemaProblems) -> Any:
+        before = len(problems.malformed)
+        result = inner(value, where, problems)
+        if len(problems.malformed) == before:
+            for rule in rules:
+                if not rule.holds(result):
+                    problems.add(problems.malformed, where, shown(value), f"must be {rule.text}")
+        return result
+
+    return decode
+
+
+def _optional(inner: Decoder) -> Decoder:
+    return lambda value, where, problems: None if value is None else inner(value, where, problems)
+
+
+def _tuple(inner: Decoder) -> Decoder:
+    def decode(value: Plain, where: str, problems: SchemaProblems) -> Any:
         if type(value) is not list:
             return _wrong_type("a list", value, where, problems)
-        return tuple(_decode(inner, item, f"{where}[{index}]", problems) for index, item in enumerate(value))
-    if origin is not None and issubclass(origin, Mapping):
-        _, inner = get_args(hint)
+        return tuple([inner(item, f"{where}[{index}]", problems) for index, item in enumerate(value)])
+
+    return decode
+
+
+def _mapping(inner: Decoder) -> Decoder:
+    def decode(value: Plain, where: str, problems: SchemaProblems) -> Any:
         if type(value) is not dict:
             return _wrong_type("a map", value, where, problems)
-        return {key: _decode(inner, item, f"{where}.{key}", problems) for key, item in value.items()}
-    if is_dataclass(hint):
-        return _decode_dataclass(hint, value, where, problems)
-    if type(value) is not hint:
-        return _wrong_type(f"a {hint.__name__}", value, where, problems)
-    return value
+        return {key: inner(item, f"{where}.{key}", problems) for key, item in value.items()}
+
+    return decode
 
 
-def _decode_ruled(base: Any, rules: list[Any], value: Plain, where: str, problems: SchemaProblems) -> Any:
-    before = len(problems.malformed)
-    result = _decode(base, value, where, problems)
-    if len(problems.malformed) == before:
-        for rule in rules:
-            if not rule.holds(result):
-                problems.malformed.append(Problem(where, shown(value), f"must be {rule.text}"))
-    return result
+def _dataclass(cls: Any) -> Decoder:
+    decoders = {name: _decoder(hint) for name, hint in field_types(cls).items()}
 
+    def decode(value: Plain, where: str, problems: SchemaProblems) -> Any:
+        if type(value) is not dict:
+            return _wrong_type("a map", value, where, problems)
+        prefix = f"{where}." if where else ""
+        for key in value:
+            if key not in decoders:
+                problems.add(problems.unknown, f"{prefix}{key}", shown(value[key]), "unknown key")
+        missing = [name for name in decoders if name not in value]
+        for name in missing:
+            problems.add(problems.malformed, f"{prefix}{name}", "missing", "required")
+        decoded = {
+            name: inner(value[name], f"{prefix}{name}", problems) for name, inner in decoders.items() if name in value
+        }
+        return None if missing else cls(**decoded)
 
-def _decode_dataclass(cls: Any, value: Plain, where: str, problems: SchemaProblems) -> Any:
-    if type(value) is not dict:
-        return _wrong_type("a map", value, where, problems)
-    hints = field_types(cls)
-    prefix = f"{where}." if where else ""
-    for key in value:
-        if key not in hints:
-            problems.unknown.append(Problem(f"{prefix}{key}", shown(value[key]), "unknown key"))
-    missing = [name for name in hints if name not in value]
-    for name in missing:
-        problems.malformed.append(Problem(f"{prefix}{name}", "missing", "required"))
-    decoded = {
-        name: _decode(hint, value[name], f"{prefix}{name}", problems) for name, hint in hints.items() if name in value
-    }
-    return None if missing else cls(**decoded)
+    return decode
 
 
 def _wrong_type(wanted: str, value: Plain, where: str, problems: SchemaProblems) -> None:
-    problems.malformed.append(Problem(where, shown(value), f"must be {wanted}"))
+    problems.add(problems.malformed, where, shown(value), f"must be {wanted}")
 
 
 def shown(value: Plain, limit: int = 80) -> str:

@@ -12,7 +12,7 @@ from math import prod
 from typing import Any, Literal
 
 from graphpack.archive import oci
-from graphpack.archive.codec import unframe_record
+from graphpack.archive.codec import CONTAINER_LIMIT, unframe_record
 from graphpack.archive.record import FORMAT_MINOR, Features, Graph, Record
 from graphpack.dtypes import DTYPES
 from graphpack.errors import CorruptArchiveError, Problem, UnsupportedFormatError
@@ -156,13 +156,7 @@ def check_record_weights(record: Record) -> list[Problem]:
 def check_record_layout(record: Record) -> list[Problem]:
     """The graphs against the record's layout and settings (exit 8)."""
     settings = record.settings
-    problems = []
-    asked = Counter((batch, seq) for seq in settings.seq_lens for batch in settings.batch_sizes)
-    captured = Counter((graph.bucket.batch_size, graph.bucket.seq_len) for graph in record.graphs)
-    for batch, seq in sorted((asked | captured).keys()):
-        if not asked[batch, seq] == captured[batch, seq] == 1:
-            counts = f"{captured[batch, seq]} graphs of bucket {batch}x{seq}"
-            problems.append(Problem("graphs", counts, f"{asked[batch, seq]} asked for in settings"))
+    problems = _check_buckets(record)
     needed = max(settings.batch_sizes, default=0) + 1
     if settings.slots < needed:
         problems.append(Problem("settings.slots", str(settings.slots), f"at least {needed} for these batch sizes"))
@@ -172,6 +166,24 @@ def check_record_layout(record: Record) -> list[Problem]:
         problems += _unplaced(f"graphs[{position}].bindings", graph.bindings, kinds, bindings)
         problems += _unplaced(f"graphs[{position}].state", (spec.name for spec in graph.state), kinds, ("state",))
     return problems
+
+
+def _check_buckets(record: Record) -> list[Problem]:
+    batch_sizes, seq_lens = record.settings.batch_sizes, record.settings.seq_lens
+    count = len(batch_sizes) * len(seq_lens)
+    if count > CONTAINER_LIMIT:  # more than a record can have graphs, and than anybody wants counted
+        return [Problem("graphs", str(len(record.graphs)), f"{count} asked for in settings")]
+    asked = Counter((batch, seq) for seq in seq_lens for batch in batch_sizes)
+    captured = Counter((graph.bucket.batch_size, graph.bucket.seq_len) for graph in record.graphs)
+    return [
+        Problem(
+            "graphs",
+            f"{captured[batch, seq]} graphs of bucket {batch}x{seq}",
+            f"{asked[batch, seq]} asked for in settings",
+        )
+        for batch, seq in sorted((asked | captured).keys())
+        if not asked[batch, seq] == captured[batch, seq] == 1
+    ]
 
 
 def _unplaced(where: str, names: Iterable[str], kinds: Mapping[str, str], wanted: tuple[str, ...]) -> list[Problem]:

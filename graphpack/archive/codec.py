@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -22,13 +24,17 @@ MAGIC = bytes.fromhex("8947504b0d0a1a0a")
 HEADER = struct.Struct("<8sHHI")
 """Magic, major, minor, payload length; frozen for every version to come."""
 
-RECORD_LIMIT = 16 << 20
+RECORD_LIMIT = 8 << 20
 DEPTH_LIMIT = 32
-ITEM_LIMIT = 1 << 20
-"""Containers and their members in one document. One byte of msgpack can become seventy of memory."""
+CONTAINER_LIMIT = 1 << 16
+ITEM_LIMIT = 1 << 18
+"""Lists and maps of one document, and all their members. One byte of a document can become seventy of memory."""
 
 CONTENT_LIMIT = 512 << 20
+EXPANSION_LIMIT = 256
+"""Bytes of content for each byte of a blob. Kernel images reach 78; zstd itself would go to 32,000."""
 WINDOW_LIMIT = 8 << 20
+_RAW_BLOCK = 128 << 10
 COMPRESSION_LEVEL = 9
 
 
@@ -53,45 +59,79 @@ def encode_json(value: Plain) -> bytes:
 
     Raises ValueError for a value that `decode_json` would refuse.
     """
-    return json.dumps(_ordered(value), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    _check((value,), math.inf)
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
-def decode_json(data: bytes, limit: int, where: str) -> Plain:
+def decode_json(data: bytes, limit: int, where: str) -> dict[str, Any]:
     """The value of a JSON document that is nothing but one object, without repeated keys and special numbers.
 
     Raises CorruptArchiveError.
     """
-    if len(data) > limit:
-        raise corrupt(where, f"{len(data)} bytes long, more than the limit of {limit}")
     # No tool that rewrites a layout writes white space around the object, so a byte appended is a byte noticed.
     if not data.startswith(b"{") or not data.endswith(b"}"):
         raise corrupt(where, "not a JSON object")
     try:
+        return parse_object(data, limit)
+    except ValueError as error:
+        raise corrupt(where, str(error)) from None
+
+
+def parse_object(data: bytes, limit: int) -> dict[str, Any]:
+    """The JSON object in `data`, within all limits of a document.
+
+    Raises ValueError, whose text completes the sentence "FILE: ...", for anything else: more than `limit` bytes, bad
+    UTF-8, bad JSON, a repeated key, a number that is not finite, text that is not Unicode, another kind of value.
+    """
+    if len(data) > limit:
+        raise ValueError(f"larger than {limit} bytes")
+    # Brackets and commas within texts are counted too; documents that hold so many have none there.
+    containers = data.count(b"{") + data.count(b"[")
+    if containers > CONTAINER_LIMIT or containers + data.count(b",") > ITEM_LIMIT:
+        raise ValueError(f"more than {CONTAINER_LIMIT} containers or {ITEM_LIMIT} values")
+    try:
         value = json.loads(
-            data.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite
+            data.decode(),
+            object_pairs_hook=_unique_keys,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+            parse_int=_short,
         )
-        _ordered(value)
-    except (ValueError, RecursionError) as error:
-        raise corrupt(where, f"not valid JSON ({_reason(error)})") from None
+        _check((value,), math.inf)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON at line {error.lineno} column {error.colno}: {error.msg}") from error
+    except RecursionError as error:
+        raise ValueError(f"nested more than {DEPTH_LIMIT} levels") from error
+    if type(value) is not dict:
+        raise ValueError("not a JSON object")
     return value
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"key {shown(next(key for key in keys if keys.count(key) > 1))} repeated")
+        counts = Counter(key for key, _ in pairs)
+        raise ValueError(f"key '{shown(counts.most_common(1)[0][0])}' appears twice")
     return result
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number")
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _short(text: str) -> int:
+    """Reading a number takes time that grows with the square of its digits; 20 hold all of 64 bits."""
+    if len(text) > 20:
+        raise ValueError(f"number {shown(text)} is out of range")
+    return int(text)
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError("a number too large for a float")
+        raise ValueError(f"number {shown(text)} is out of range")
     return value
 
 
@@ -104,7 +144,8 @@ def pack(value: Plain) -> bytes:
     Raises ValueError for a value without one: another type, an integer beyond 2^53-1, a float that is not finite,
     text that is not Unicode, more than `DEPTH_LIMIT` levels.
     """
-    encoded: bytes = msgpack.packb(_ordered(value, COUNT_LIMIT), use_bin_type=True)
+    _check((value,), COUNT_LIMIT)
+    encoded: bytes = msgpack.packb(_ordered(value), use_bin_type=True)
     return encoded
 
 
@@ -115,20 +156,21 @@ def unpack(data: bytes, where: str, limit: int = RECORD_LIMIT) -> Plain:
     """
     if len(data) > limit:
         raise corrupt(where, f"{len(data)} bytes of msgpack, more than the limit of {limit}")
-    count = _ItemCount()
+    count = _Count()
     try:
         value = msgpack.unpackb(
             data,
             raw=False,
             strict_map_key=True,
             use_list=True,
-            object_hook=count,
-            list_hook=count,
+            object_hook=count.map,
+            list_hook=count.list,
             max_array_len=ITEM_LIMIT,
-            max_map_len=ITEM_LIMIT,
+            max_map_len=CONTAINER_LIMIT,
             max_ext_len=0,
         )
-        canonical = pack(value) == data
+        _check((value,), COUNT_LIMIT)
+        canonical = msgpack.packb(value, use_bin_type=True) == data
     except (ValueError, RecursionError) as error:
         raise corrupt(where, f"not valid msgpack ({_reason(error)})") from None
     if not canonical:
@@ -136,51 +178,65 @@ def unpack(data: bytes, where: str, limit: int = RECORD_LIMIT) -> Plain:
     return value
 
 
-class _ItemCount:
-    """A hook that sees each container once, innermost first, and stops a document that would not fit in memory."""
+class _Count:
+    """Hooks that see each container once, innermost first, and stop a document that would not fit in memory."""
 
     def __init__(self) -> None:
+        self.containers = 0
         self.items = 0
 
-    def __call__(self, container: Any) -> Any:
-        self.items += 1 + len(container)
-        if self.items > ITEM_LIMIT:
-            raise ValueError(f"more than {ITEM_LIMIT} values")
-        return container
+    def list(self, found: list[Any]) -> list[Any]:
+        self.containers += 1
+        self.items += len(found)
+        if self.containers > CONTAINER_LIMIT or self.items > ITEM_LIMIT:
+            raise ValueError(f"more than {CONTAINER_LIMIT} containers or {ITEM_LIMIT} values")
+        return found
+
+    def map(self, found: dict[str, Any]) -> dict[str, Any]:
+        keys = self.list([*found])
+        if not all(type(key) is str for key in keys):
+            raise ValueError("a key that is not text")
+        if keys != sorted(keys):
+            raise ValueError("keys that are not sorted")
+        return found
 
 
-def _ordered(value: Plain, integer_limit: float = math.inf, depth: int = 0) -> Plain:
-    """A copy with the keys of all maps sorted; ValueError for what a document may not hold."""
-    kind = type(value)
-    if kind is dict:
-        _check_depth(depth)
-        return {_text(key): _ordered(value[key], integer_limit, depth + 1) for key in sorted(value)}
-    if kind is list:
-        _check_depth(depth)
-        return [_ordered(item, integer_limit, depth + 1) for item in value]
-    if kind is str:
-        return _text(value)
-    if kind is int and abs(value) > integer_limit:
-        raise ValueError("an integer beyond 2^53-1")
-    if kind is float and not math.isfinite(value):
-        raise ValueError("a float that is not finite")
-    if kind not in (int, float, bool, bytes) and value is not None:
-        raise ValueError(f"a value of type {kind.__name__}")
-    return value
+def _check(members: Iterable[Any], integer_limit: float, depth: int = 0) -> None:
+    """ValueError for what a document may not hold."""
+    for value in members:
+        kind = type(value)
+        if kind is str:
+            _check_text(value)
+        elif kind is dict or kind is list:
+            if depth >= DEPTH_LIMIT:
+                raise ValueError(f"nested more than {DEPTH_LIMIT} levels")
+            if kind is dict:
+                for key in value:
+                    _check_text(key)
+            _check(value.values() if kind is dict else value, integer_limit, depth + 1)
+        elif kind is int:
+            if not -integer_limit <= value <= integer_limit:
+                raise ValueError("an integer beyond 2^53-1")
+        elif kind is float:
+            if not math.isfinite(value):
+                raise ValueError("a float that is not finite")
+        elif value is not None and kind is not bool and kind is not bytes:
+            raise ValueError(f"a value of type {kind.__name__}")
 
 
-def _check_depth(depth: int) -> None:
-    if depth >= DEPTH_LIMIT:
-        raise ValueError(f"nested more than {DEPTH_LIMIT} levels")
-
-
-def _text(value: Any) -> str:
-    """`value`, known to be text with a UTF-8 form: a lone surrogate has none."""
+def _check_text(value: Any) -> None:
+    """A lone surrogate has no UTF-8 form."""
     if type(value) is not str:
         raise ValueError("a key that is not text")
     if not value.isascii():
         value.encode()
-    return value
+
+
+def _ordered(value: Plain) -> Plain:
+    """A copy with the keys of all maps sorted."""
+    if type(value) is dict:
+        return {key: _ordered(value[key]) for key in sorted(value)}
+    return [_ordered(item) for item in value] if type(value) is list else value
 
 
 def _reason(error: Exception) -> str:
@@ -269,7 +325,20 @@ def compress(content: bytes) -> bytes:
         write_checksum=True,
         write_content_size=True,
     )
-    return zstandard.ZstdCompressor(compression_params=parameters).compress(content)
+    data = zstandard.ZstdCompressor(compression_params=parameters).compress(content)
+    return data if len(content) <= EXPANSION_LIMIT * len(data) else _stored(content, data)
+
+
+def _stored(content: bytes, data: bytes) -> bytes:
+    """The frame `data` of `content` with blocks that are not compressed (RFC 8878, 3.1.1.2)."""
+    import zstandard
+
+    parts = [data[: zstandard.frame_header_size(data)]]
+    for start in range(0, len(content), _RAW_BLOCK):
+        block = content[start : start + _RAW_BLOCK]
+        last = start + len(block) == len(content)
+        parts += [(len(block) << 3 | last).to_bytes(3, "little"), block]
+    return b"".join([*parts, data[-4:]])  # the checksum, which is of the content
 
 
 def decompress(data: bytes, content_size: int, where: str, limit: int = CONTENT_LIMIT) -> bytes:
@@ -281,6 +350,8 @@ def decompress(data: bytes, content_size: int, where: str, limit: int = CONTENT_
 
     if not 0 < content_size <= limit:
         raise corrupt(where, f"{content_size} bytes of content, not 1 to {limit}")
+    if content_size > EXPANSION_LIMIT * len(data):
+        raise corrupt(where, f"{content_size} bytes of content in {len(data)}, more than {EXPANSION_LIMIT} for each")
     try:
         frame = zstandard.get_frame_parameters(data)
         # The library sizes its buffer by the frame's own claim, whatever limit it is given.
@@ -289,5 +360,5 @@ def decompress(data: bytes, content_size: int, where: str, limit: int = CONTENT_
         if not frame.has_checksum or frame.dict_id or frame.window_size > WINDOW_LIMIT:
             raise corrupt(where, f"its zstd frame has no checksum, a dictionary or a window above {WINDOW_LIMIT}")
         return zstandard.ZstdDecompressor(max_window_size=WINDOW_LIMIT).decompress(data, allow_extra_data=False)
-    except zstandard.ZstdError as error:
+    except (zstandard.ZstdError, MemoryError) as error:
         raise corrupt(where, f"not a valid zstd frame ({_reason(error)})") from None

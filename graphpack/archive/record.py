@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from graphpack.dtypes import COMPUTE_DTYPES, ComputeDtype, DtypeName
 from graphpack.graph import Bucket, Region, TensorSpec
-from graphpack.schema import Count, Digest, Positive, Rule, matching, one_of
+from graphpack.schema import Count, Digest, Extents, Positive, Rule, matching, one_of
 
 FORMAT_MAJOR = 1
 FORMAT_MINOR = 0
@@ -91,7 +91,7 @@ class WeightTensor:
 
     name: str
     dtype: DtypeName
-    shape: tuple[Count, ...]
+    shape: Extents
     digest: Digest
     alias_of: str | None
 

@@ -15,9 +15,8 @@ from graphpack.dtypes import DTYPES
 from graphpack.errors import Problem
 from graphpack.graph import Region, row_major_strides
 from graphpack.identity.digests import Tag, digest_of
-from graphpack.schema import shown, to_plain
+from graphpack.schema import DIMENSION_LIMIT, shown, to_plain
 
-_MOST_DIMENSIONS = 64
 _SAVE_AGAIN = "save again with this model and this graphpack"
 _DAMAGED = "the record contradicts itself; save again"
 
@@ -119,9 +118,9 @@ def _has_arena(layout: Layout) -> bool:
 
 
 def _check_region(where: str, region: Region) -> list[Problem]:
-    if len(region.shape) > _MOST_DIMENSIONS:
+    if len(region.shape) > DIMENSION_LIMIT:
         # Checked first: the products below would be numbers of any size.
-        here = f"at most {_MOST_DIMENSIONS}"
+        here = f"at most {DIMENSION_LIMIT}"
         return [Problem(f"{where}.shape", f"{len(region.shape)} dimensions", here, _DAMAGED)]
     problems = []
     size = prod(region.shape) * DTYPES[region.dtype].itemsize

@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from graphpack.archive.codec import parse_object
 from graphpack.dtypes import COMPUTE_DTYPES
 from graphpack.errors import NotFoundError, Problem, StorageError, WeightsMismatchError
 from graphpack.models.architecture import DecoderConfig, Shape
-from graphpack.models.jsonfile import CONFIG_LIMIT, parse_object
 from graphpack.models.safetensors import HeaderEntry, read_header
 from graphpack.models.weights import StoredTensor, WeightFile, WeightSource
 from graphpack.schema import shown
@@ -26,6 +26,7 @@ CONFIG_NAME = "config.json"
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
+_CONFIG_LIMIT = 1 << 20
 _INDEX_LIMIT = 64 << 20
 _COMPARE_BYTES = 1 << 20
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
@@ -43,7 +44,7 @@ def read_config(directory: Path) -> DecoderConfig:
             problem = Problem(CONFIG_NAME, here="missing", hint="put it beside the weights")
             raise WeightsMismatchError(f"{directory}: the checkpoint is incomplete", [problem])
         raise NotFoundError(f"{directory}: not a checkpoint directory (it holds no {CONFIG_NAME})")
-    return DecoderConfig.from_config(_read_json(path, CONFIG_LIMIT), str(path))
+    return DecoderConfig.from_config(_read_json(path, _CONFIG_LIMIT), str(path))
 
 
 def open_checkpoint(

@@ -13,8 +13,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
+from graphpack.archive.codec import parse_object
 from graphpack.dtypes import BY_SAFETENSORS_CODE, DTYPES
-from graphpack.models.jsonfile import parse_object
 from graphpack.schema import shown
 
 HEADER_LIMIT = 100_000_000
