@@ -6,6 +6,7 @@ of others; every field that graphpack itself relies on is checked. A manifest is
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,10 @@ CUDA_GRAPH_TYPE = "application/vnd.graphpack.cudagraph.v1+zstd"
 IMAGE_TYPE = "application/vnd.graphpack.cubin.v1+zstd"
 GOLDEN_TYPE = "application/vnd.graphpack.golden.v1+zstd"
 CONSTANTS_TYPE = "application/vnd.graphpack.constants.v1+zstd"
+BUNDLE_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
+PREDICATE_TYPE = "urn:graphpack:signature:v1"
+EMPTY_TYPE = "application/vnd.oci.empty.v1+json"
+EMPTY = b"{}"
 TAG_ANNOTATION = "org.opencontainers.image.ref.name"
 
 _DIGEST = re.compile("sha256:([0-9a-f]{64})")
@@ -56,16 +61,29 @@ class Descriptor:
 
 
 @dataclass(frozen=True, slots=True)
+class SignatureManifest:
+    """Says which bundle signs which entry. Whether that is so, the bundle has to prove."""
+
+    bundle: Descriptor
+    entry: Descriptor
+
+
+@dataclass(frozen=True, slots=True)
 class Index:
     """`index.json` as it was read, kept whole so that what others put there survives, and its descriptors in order."""
 
     document: dict[str, Any]
     descriptors: tuple[Descriptor, ...]
 
-    def replacing(self, old: Collection[int], new: Descriptor) -> Index:
-        """Put `new` in the place of the descriptors at the positions `old`, else last. It takes its tag from others."""
+    def replacing(self, old: Collection[int], new: Descriptor, dropped: Collection[int] = ()) -> Index:
+        """Put `new` in the place of the descriptors at the positions `old`, else last. It takes its tag from others.
+
+        Those at the positions `dropped` go as well.
+        """
         manifests = [
-            _without_tag(raw, new.tag) for position, raw in enumerate(self.document["manifests"]) if position not in old
+            _without_tag(raw, new.tag)
+            for position, raw in enumerate(self.document["manifests"])
+            if position not in old and position not in dropped
         ]
         manifests.insert(min(old, default=len(manifests)), _descriptor_document(new))
         return parse_index({**self.document, "manifests": manifests})
@@ -144,6 +162,55 @@ def decode_manifest(data: bytes, named: Descriptor) -> dict[str, Any] | None:
             INDEX_FILE, f"the descriptor of {blob_file(named.digest)} has another type, or its tag is damaged"
         )
     return document
+
+
+def signature_tag(entry: str) -> str:
+    """The tag of the signature of the entry whose manifest has this digest."""
+    return f"sha256-{entry}.graphpack-sig"
+
+
+def encode_signature_manifest(manifest: SignatureManifest) -> bytes:
+    return encode_json(_signature_document(manifest))
+
+
+def decode_signature_manifest(data: bytes, named: Descriptor) -> SignatureManifest | None:
+    """The manifest of a signature of an entry that `index.json` names; None for anything else.
+
+    Raises CorruptArchiveError.
+    """
+    if PREDICATE_TYPE.encode() not in data or BUNDLE_TYPE.encode() not in data:
+        return None
+    where = blob_file(named.digest)
+    document: dict[str, Any] = decode_json(data, MANIFEST_LIMIT, where)
+    if document.get("artifactType") != BUNDLE_TYPE or document.get("annotations") != _SIGNATURE_ANNOTATIONS:
+        return None
+    layers = document.get("layers")
+    if type(layers) is not list or len(layers) != 1:
+        raise corrupt(where, "not one signature")
+    found = SignatureManifest(
+        parse_descriptor(layers[0], "layers[0]", where), parse_descriptor(document.get("subject"), "subject", where)
+    )
+    if document != _signature_document(found) or named.media_type != MANIFEST_TYPE:
+        raise corrupt(where, "not a signature that graphpack writes")
+    return found
+
+
+_SIGNATURE_ANNOTATIONS = {
+    "dev.sigstore.bundle.content": "dsse-envelope",
+    "dev.sigstore.bundle.predicateType": PREDICATE_TYPE,
+}
+
+
+def _signature_document(manifest: SignatureManifest) -> dict[str, Any]:
+    return {
+        "schemaVersion": 2,
+        "mediaType": MANIFEST_TYPE,
+        "artifactType": BUNDLE_TYPE,
+        "config": _descriptor_document(Descriptor(EMPTY_TYPE, hashlib.sha256(EMPTY).hexdigest(), len(EMPTY))),
+        "layers": [_descriptor_document(manifest.bundle)],
+        "subject": _descriptor_document(manifest.entry),
+        "annotations": _SIGNATURE_ANNOTATIONS,
+    }
 
 
 def record_descriptor(document: dict[str, Any], where: str) -> Descriptor:

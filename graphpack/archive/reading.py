@@ -1,0 +1,211 @@
+"""Reading an archive: one chain from `index.json` down to the bytes of a blob.
+
+`index.json` names a manifest by digest, the manifest its record, the record its blobs. Size is checked before reading,
+the digest over the bytes read, and only those bytes are decoded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from graphpack.archive import codec, files, oci
+from graphpack.archive.check import decode_record
+from graphpack.archive.finding import archive_root, no_archive, no_such_entries, open_index
+from graphpack.archive.record import Blob, FormatVersion, Producer, Record
+from graphpack.archive.signature import BUNDLE_LIMIT, Signed, decode_bundle
+from graphpack.errors import CorruptArchiveError, GraphpackError, Problem, UnsupportedFormatError
+
+
+@dataclass(frozen=True, slots=True)
+class EntryRef:
+    """An entry as `index.json` lists it. `tag` can be moved or missing: the record has the entry's name."""
+
+    tag: str | None
+    digest: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    ref: EntryRef
+    record: Record
+    record_digest: str
+
+    @property
+    def name(self) -> str:
+        return self.record.entry.name
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to tell of a tag that registry tools moved."""
+        if self.ref.tag in (None, self.name):
+            return ()
+        return (f"entry '{self.name}' has the tag '{self.ref.tag}' in {oci.INDEX_FILE}",)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What can be told of an entry of any format version. `producer` is None where it could not be read."""
+
+    tag: str | None
+    digest: str
+    format: FormatVersion
+    producer: Producer | None
+
+
+class Reader:
+    """One archive, as `index.json` was when it was opened or last committed. Nothing is kept open."""
+
+    def __init__(self, path: Path, index: oci.Index, opened: files.Opened | None = None) -> None:
+        self.path = path
+        self.opened: files.Opened = {} if opened is None else opened
+        """Of all that was read so far, for who asks whether others may have changed it."""
+        self._index = index
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Self:
+        """An archive with at least one entry.
+
+        Raises NotFoundError for everything that is something else, CorruptArchiveError, UnsupportedFormatError,
+        and StorageError where the system cannot read.
+        """
+        root, opened = archive_root(path), files.Opened()
+        archive = cls(root, open_index(root, opened), opened)
+        if not archive.entries():
+            raise no_archive(root, "looks like an OCI layout without graphpack entries")
+        return archive
+
+    def entries(self) -> tuple[EntryRef, ...]:
+        """Each entry once, in the order of `index.json`. Other artifacts in the layout are passed over.
+
+        Raises CorruptArchiveError, StorageError.
+        """
+        refs: dict[str, EntryRef] = {}
+        for descriptor in self._index.descriptors:
+            if self._manifest(descriptor) is not None:
+                refs.setdefault(descriptor.digest, EntryRef(descriptor.tag, descriptor.digest, descriptor.size))
+        return tuple(refs.values())
+
+    def entry_names(self) -> tuple[str, ...]:
+        """The entries' names, from their records. Raises as `find`."""
+        return tuple(entry.name for entry in self.find(None))
+
+    def find(self, names: Sequence[str] | None) -> tuple[Entry, ...]:
+        """The entries of these names, in this order; all entries for None. Damage to others does not matter.
+
+        Raises NotFoundError with the names there are; CorruptArchiveError, UnsupportedFormatError, StorageError.
+        """
+        found: dict[str, Entry] = {}
+        failures: list[GraphpackError] = []
+        for ref in self.entries():
+            try:
+                entry = self.read_entry(ref)
+            except (CorruptArchiveError, UnsupportedFormatError) as error:
+                failures.append(error)
+                continue
+            if entry.name in found:
+                raise codec.corrupt(oci.INDEX_FILE, f"two entries named '{entry.name}'")
+            found[entry.name] = entry
+        wanted = found if names is None else names
+        missing = [name for name in wanted if name not in found]
+        # A damaged entry may be the one that was meant.
+        if failures and (missing or names is None):
+            raise failures[0]
+        if missing:
+            raise no_such_entries(self.path, missing, list(found))
+        return tuple(found[name] for name in wanted)
+
+    def read_entry(self, ref: EntryRef) -> Entry:
+        """The entry's record, checked against its digest, its manifest and itself.
+
+        Raises CorruptArchiveError, UnsupportedFormatError, StorageError.
+        """
+        where = oci.blob_file(ref.digest)
+        document, descriptor, data = self._record_bytes(ref)
+        record = decode_record(data, oci.blob_file(descriptor.digest))
+        oci.check_manifest(document, descriptor, record.blobs, where)
+        return Entry(ref, record, descriptor.digest)
+
+    def headers(self) -> tuple[Header, ...]:
+        """Format version and producer of each entry, whatever its version.
+
+        Raises CorruptArchiveError, StorageError.
+        """
+        return tuple(self._header(ref) for ref in self.entries())
+
+    def _header(self, ref: EntryRef) -> Header:
+        _, descriptor, data = self._record_bytes(ref)
+        head = codec.read_head(data, oci.blob_file(descriptor.digest))
+        return Header(ref.tag, ref.digest, head.format, head.producer)
+
+    def read_blob(self, blob: Blob) -> bytes:
+        """The content of a blob of a record of this archive.
+
+        Raises CorruptArchiveError naming the file, StorageError.
+        """
+        data = self._read(blob.digest, blob.size, codec.CONTENT_LIMIT, "its record")
+        return codec.decompress(data, blob.content_size, oci.blob_file(blob.digest))
+
+    def check_blobs(self, record: Record) -> list[Problem]:
+        """Blobs that are missing or have another size, without reading them.
+
+        Raises StorageError.
+        """
+        problems: list[Problem] = []
+        for blob in record.blobs:
+            try:
+                files.check_size(self.path, oci.blob_file(blob.digest), blob.size, "its record")
+            except CorruptArchiveError as error:
+                problems += error.problems
+        return problems
+
+    def signatures(self, ref: EntryRef) -> tuple[Signed, ...]:
+        """The signatures of an entry that `index.json` lists, whoever made them and whatever they are worth.
+
+        Raises CorruptArchiveError, StorageError.
+        """
+        found = []
+        for descriptor in self._index.descriptors:
+            listed = self._signature(descriptor)
+            if listed is not None and listed.entry.digest == ref.digest:
+                named_by = oci.blob_file(descriptor.digest)
+                data = self._read(listed.bundle.digest, listed.bundle.size, BUNDLE_LIMIT, named_by)
+                found.append(decode_bundle(data, oci.blob_file(listed.bundle.digest)))
+        return tuple(found)
+
+    def _record_bytes(self, ref: EntryRef) -> tuple[dict[str, Any], oci.Descriptor, bytes]:
+        where = oci.blob_file(ref.digest)
+        document = self._manifest(oci.Descriptor(oci.MANIFEST_TYPE, ref.digest, ref.size))
+        if document is None:
+            raise codec.corrupt(where, "not the manifest of an entry")
+        descriptor = oci.record_descriptor(document, where)
+        return document, descriptor, self._read(descriptor.digest, descriptor.size, codec.RECORD_LIMIT, where)
+
+    def _manifest(self, descriptor: oci.Descriptor) -> dict[str, Any] | None:
+        """The manifest of an entry, None if `descriptor` points at anything else."""
+        data = self._listed(descriptor)
+        return None if data is None else oci.decode_manifest(data, descriptor)
+
+    def _signature(self, descriptor: oci.Descriptor) -> oci.SignatureManifest | None:
+        """The manifest of a signature, None if `descriptor` points at anything else."""
+        data = self._listed(descriptor)
+        return None if data is None else oci.decode_signature_manifest(data, descriptor)
+
+    def _listed(self, descriptor: oci.Descriptor) -> bytes | None:
+        """What `index.json` lists, None if it is too large for a manifest."""
+        if descriptor.size > oci.MANIFEST_LIMIT:
+            files.check_size(self.path, oci.blob_file(descriptor.digest), descriptor.size, oci.INDEX_FILE)
+            return None
+        return self._read(descriptor.digest, descriptor.size, oci.MANIFEST_LIMIT, oci.INDEX_FILE)
+
+    def _read(self, digest: str, size: int, limit: int, named_by: str) -> bytes:
+        name = oci.blob_file(digest)
+        data = files.read_file(self.path, name, limit=limit, size=size, named_by=named_by, opened=self.opened)
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise codec.corrupt(name, "its content has another digest than its name")
+        return data
