@@ -7,7 +7,17 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from tests.matrix import rows_checkpoint, rows_files, rows_graphs, rows_identity, rows_machine, rows_stale
+from tests.matrix import (
+    rows_checkpoint,
+    rows_columns,
+    rows_cuda,
+    rows_cuda_graphs,
+    rows_files,
+    rows_graphs,
+    rows_identity,
+    rows_machine,
+    rows_stale,
+)
 from tests.matrix.reading import Answer, answers
 from tests.matrix.row import Row
 from tests.matrix.rows_checkpoint import DirectoryRow
@@ -56,6 +66,22 @@ SECTIONS: tuple[tuple[str, str, str, tuple[Row | DirectoryRow, ...]], ...] = (
         ),
         "record",
         rows_files.ROWS,
+    ),
+    (
+        "Entries of CUDA graphs",
+        (
+            "Format, features, producer, extensions and the documents around the record are as above. These rows and "
+            "the next are read on a device made of Python: it runs no kernel, but its outputs change with anything "
+            "that decides what a kernel computes."
+        ),
+        "cuda",
+        (*rows_cuda.ROWS, *rows_cuda_graphs.ROWS),
+    ),
+    (
+        "Columns of a CUDA graph",
+        "The graph's topology in the record is made right again, too.",
+        "cuda",
+        rows_columns.ROWS,
     ),
     (
         "`save` into an archive that has the entry",
@@ -113,7 +139,7 @@ class _Shown(dict[str, Any]):
     """The words of an answer: the record's own values where they are the same for everybody, names for the rest."""
 
     def __missing__(self, key: str) -> Any:
-        return _Word("...") if key == "any" else _Word(key.replace("_", " "))
+        return _Word("...") if key in ("any", "rest") else _Word(key.replace("_", " "))
 
 
 class _Word:

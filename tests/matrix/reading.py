@@ -67,13 +67,15 @@ def words(base: Path, archive: Path, new: dict[str, Any]) -> dict[str, Any]:
     }
     settings = {"old_settings": identity(4, old["settings"]), "new_settings": identity(4, new["settings"])}
     at = {region["name"]: index for index, region in enumerate(old["layout"]["regions"])}
-    return {"old": old, "new": new, "archive": archive, "any": "\0", "at": at, **settings, **sizes, **files}
+    open_ends = {"any": "\0", "rest": "\1"}
+    return {"old": old, "new": new, "archive": archive, "at": at, **open_ends, **settings, **sizes, **files}
 
 
 def assert_says(error: GraphpackError, answer: Answer, said: dict[str, Any]) -> None:
-    """The error has the answer's exit code and whole message, in which `{any}` stands for anything within a line."""
+    """The error has the answer's exit code and whole message, in which `{any}` stands for anything within a line and
+    `{rest}` for further lines."""
     message = answer.message.format(**said)
-    pattern = re.escape(message).replace("\0", ".+")
+    pattern = re.escape(message).replace("\0", ".+").replace("\1", r"(?:\n.+)*")
     assert re.fullmatch(pattern, str(error)), f"{error.code}: {error}\n--- expected {answer.exit}:\n{message}"
     assert error.code == answer.exit
 

@@ -37,7 +37,7 @@ KEPT = {
 }
 """By CUlaunchAttributeID."""
 
-CLUSTER_DIMENSION, CLUSTER_SCHEDULING = 4, 5
+CLUSTER_DIMENSION, CLUSTER_SCHEDULING, PREFERRED_CLUSTER = 4, 5, 11
 
 REFUSED = {1: "access policy window", 13: "device-updatable node"}
 """They hold an address and a handle: capture refuses a node that has them."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphpack.backends.cuda.attributes import KEPT
+from graphpack.backends.cuda.attributes import CLUSTER_DIMENSION, KEPT, PREFERRED_CLUSTER
 from graphpack.errors import Problem
 from graphpack.graph import Region
 from graphpack.schema import shown
@@ -36,7 +36,7 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 def check_columns(columns: GraphColumns, regions: Sequence[Region]) -> list[Problem]:
     """All problems of the first part that has any: later parts refer to earlier ones."""
     sizes = {region.name: region.bytes for region in regions}
-    for check in (_names, _tables, _launches, _edges, _attributes, _words, _memsets, _memcpys):
+    for check in (_names, _tables, _launches, _edges, _attributes, _clusters, _words, _memsets, _memcpys):
         problems = list(check(columns, sizes))
         if problems:
             return problems
@@ -148,6 +148,15 @@ def _attributes(columns: GraphColumns, _: dict[str, int]) -> Iterator[Problem]:
     data = np.ascontiguousarray(rows["value"]).view(np.uint8).reshape(-1, 16)
     beyond = ((np.arange(16) >= sizes[:, None]) & (data != 0)).any(axis=1)
     yield from _first("attributes.value", rows["value"], beyond, "zero behind the attribute's own bytes")
+
+
+def _clusters(columns: GraphColumns, _: dict[str, int]) -> Iterator[Problem]:
+    rows = columns.attributes[np.isin(columns.attributes["id"], (CLUSTER_DIMENSION, PREFERRED_CLUSTER))]
+    launches = np.cumsum(columns.kinds == 0) - 1
+    grids = columns.launches["grid"][launches[rows["node"]]]
+    clusters = rows["value"][:, :3]
+    wrong = (clusters > 0).any(axis=1) & ((clusters < 1) | (grids % np.maximum(clusters, 1) > 0)).any(axis=1)
+    yield from _first("attributes.value", rows["value"], wrong, "a cluster that divides the grid of its launch")
 
 
 def _words(columns: GraphColumns, sizes: dict[str, int]) -> Iterator[Problem]:
