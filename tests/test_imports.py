@@ -35,7 +35,8 @@ ORDER = """
     backends.cuda.rebuild backends.cuda.upload backends.cuda.device_memory backends.cuda.executable
     backends.cuda.session backends.cuda.restore
     backends.cuda
-    backends.cuda.cubin backends.cuda.listener backends.cuda.walk backends.cuda.audit backends.cuda.encode
+    backends.cuda.cubin backends.cuda.image_file backends.cuda.trim
+    backends.cuda.listener backends.cuda.walk backends.cuda.audit backends.cuda.encode
     backends.cuda.space backends.cuda.memory backends.cuda.recorder
     backends.cuda.watch backends.cuda.capture backends.cuda.agree backends.cuda.capturing
     replay restore opening
