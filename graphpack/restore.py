@@ -80,6 +80,7 @@ class _Restore:
             self._ladder.skipped("trust", "this version checks no signatures")
             with self._stage("environment"):
                 self._check_environment()
+            self._session.prepare(self._record, self._blobs)
             with self._stage("weights"):
                 located = self._open_weights()
                 source = undo.enter_context(located.source)

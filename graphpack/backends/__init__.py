@@ -80,6 +80,9 @@ class Session(Protocol):
     ) -> Memory:
         """Memory for every region. Weights may still be on their way, see `Memory.ready`."""
 
+    def prepare(self, record: Record, blobs: Mapping[str, bytes]) -> None:
+        """Begin, in threads, what needs no memory of the entry's. What goes wrong there comes with its rung."""
+
     def check_blobs(self, record: Record, blobs: Mapping[str, bytes]) -> None:
         """Refuse native code that breaks the policy or belongs to another graph, before any of it is loaded."""
 

@@ -11,7 +11,7 @@ import numpy as np
 from graphpack.archive.record import Layout
 from graphpack.backends.cuda.arena import Arena
 from graphpack.backends.cuda.driver import Driver
-from graphpack.backends.cuda.host import HostBuffer, address_of
+from graphpack.backends.cuda.host import HostBuffer, HostPages, address_of
 from graphpack.backends.cuda.placement import Placement
 from graphpack.backends.cuda.upload import Upload, plan_upload
 from graphpack.dtypes import DTYPES
@@ -38,6 +38,7 @@ class CudaMemory:
         placement: Placement,
         weights: WeightSource,
         constants: Mapping[str, bytes],
+        pages: HostPages | None,
         closed: Callable[[], None],
     ) -> None:
         self.exact = True
@@ -57,12 +58,13 @@ class CudaMemory:
             self.moved = arena.moved
             self.stream = driver.create_stream()
             self._undo.callback(driver.destroy_stream, self.stream)
-            self._upload = Upload(driver, context, plan_upload(self._own.values(), self.addresses, weights), weights)
+            plan = plan_upload(self._own.values(), self.addresses, weights)
+            self._upload = Upload(driver, context, plan, weights, pages)
             self._undo.callback(self._upload.close)
             for name, data in constants.items():
                 if name in self._own and data:
                     driver.copy_to_device(self.addresses[name], address_of(data), len(data))
-            self.reset_state()
+            self._fill("state", 0)
         except BaseException:
             self._undo.close()
             raise
@@ -78,18 +80,20 @@ class CudaMemory:
 
     def reset_state(self) -> None:
         self._fill("state", 0)
+        self._driver.synchronize_stream(self.stream)
 
     def poison(self) -> None:
         """Fill with 0xFF, a NaN in every floating type, what holds nothing from one step to the next."""
         self._fill("scratch", POISON)
         self._fill("output", POISON)
+        self._driver.synchronize_stream(self.stream)
 
     def _fill(self, kind: str, byte: int) -> None:
+        """Begin to; graphs run on the same stream."""
         self._driver.set_context(self._context)
         for region in self._own.values():
             if region.kind == kind and region.bytes:
                 self._driver.fill_async(self.addresses[region.name], byte, region.bytes, self.stream)
-        self._driver.synchronize_stream(self.stream)
 
     def array(self, region: str) -> np.ndarray:
         """A copy in host memory."""

@@ -2,20 +2,58 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+from threading import Thread
 
 import numpy as np
 
 from graphpack.backends.cuda.driver import Driver
 
+HUGE_PAGE = 2 << 20
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE, from Linux 5.14 on; Python has no name for it."""
+
+
+class HostPages:
+    """Memory in huge pages where there are any, made in a thread of its own: a page takes longer to make than to copy,
+    and needs no context. Its size is a multiple of `HUGE_PAGE`."""
+
+    def __init__(self, size: int) -> None:
+        size = -(-size // HUGE_PAGE) * HUGE_PAGE
+        mapping = mmap.mmap(-1, size + HUGE_PAGE)
+        whole = np.frombuffer(mapping, np.uint8)
+        start = -int(whole.ctypes.data) % HUGE_PAGE
+        self.array = whole[start : start + size]
+        self._making = Thread(target=_make_pages, args=(self.array,), name="graphpack-pages", daemon=True)
+        self._making.start()
+
+    def wait(self) -> None:
+        self._making.join()
+
+
+def _make_pages(array: np.ndarray) -> None:
+    """Both calls are advice: on a kernel that does not know one of them, pages are made on their first use.
+
+    Through ctypes, which lets other threads run meanwhile.
+    """
+    advise = ctypes.CDLL(None).madvise
+    for advice in (mmap.MADV_HUGEPAGE, _POPULATE_WRITE):
+        advise(ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(len(array)), advice)
+
 
 class HostBuffer:
-    """Page-locked memory. Arrays over it stay good after `close`, which only unlocks it."""
+    """Page-locked memory, of new pages or of those given. Arrays over it stay good after `close`, which only
+    unlocks it."""
 
-    def __init__(self, driver: Driver, size: int) -> None:
+    def __init__(self, driver: Driver, size: int, pages: HostPages | None = None) -> None:
         self._driver = driver
-        self._array = np.frombuffer(mmap.mmap(-1, max(size, mmap.PAGESIZE)), np.uint8)
         self._locked = False
+        if pages is not None:
+            pages.wait()
+            self._array = pages.array
+        else:
+            self._array = np.frombuffer(mmap.mmap(-1, max(size, mmap.PAGESIZE)), np.uint8)
         driver.register_host(self.address, len(self._array))
         self._locked = True
 

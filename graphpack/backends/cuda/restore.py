@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -14,9 +14,11 @@ from graphpack.backends.cuda.columns import GraphColumns, decode, topology
 from graphpack.backends.cuda.device_memory import CudaMemory, own_region
 from graphpack.backends.cuda.driver import Driver, driver
 from graphpack.backends.cuda.executable import CudaGraph
+from graphpack.backends.cuda.host import HostPages
 from graphpack.backends.cuda.images import Images, check_image, needs_of
 from graphpack.backends.cuda.placement import place
 from graphpack.backends.cuda.session import DeviceSession
+from graphpack.backends.cuda.upload import staging_pages
 from graphpack.errors import CorruptArchiveError, Problem
 from graphpack.graph import Bucket, Region
 from graphpack.identity.environment import CudaDevice
@@ -47,6 +49,8 @@ class CudaSession:
 
     def __init__(self, ordinal: int, load: Callable[[], Driver]) -> None:
         self._device = DeviceSession(ordinal, load)
+        self._decoding: dict[Bucket, Future[tuple[GraphColumns, str]]] = {}
+        self._pages: HostPages | None = None
         self._columns: dict[Bucket, GraphColumns] = {}
         self._contents: dict[str, bytes] = {}
         self._files: dict[str, str] = {}
@@ -92,14 +96,27 @@ class CudaSession:
                 ]
         return problems
 
+    def prepare(self, record: Record, blobs: Mapping[str, bytes]) -> None:
+        """Decode the graphs and make the pages that weights travel through, in threads."""
+        pool = ThreadPoolExecutor(1, "graphpack-decode")
+        regions = record.layout.regions
+        self._decoding = {
+            graph.bucket: pool.submit(_decoded, blobs[graph.object], blob_file(graph.object), regions)
+            for graph in record.graphs
+        }
+        pool.shutdown(wait=False)
+        self._pages = staging_pages(record.weights.bytes)
+
     def check_blobs(self, record: Record, blobs: Mapping[str, bytes]) -> None:
-        """Decode every graph and check every image. Raises CorruptArchiveError."""
+        """Take the decoded graphs and check every image. Raises CorruptArchiveError."""
+        if not self._decoding:
+            self.prepare(record, blobs)
         problems = []
         for position, graph in enumerate(record.graphs):
-            columns = decode(blobs[graph.object], blob_file(graph.object), record.layout.regions)
+            columns, computed = self._decoding[graph.bucket].result()
             where = f"graphs[{position}]"
-            if topology(columns) != graph.topology:
-                problems.append(Problem(f"{where}.topology", graph.topology[:12], f"computed {topology(columns)[:12]}"))
+            if computed != graph.topology:
+                problems.append(Problem(f"{where}.topology", graph.topology[:12], f"computed {computed[:12]}"))
             if len(columns.kinds) != graph.nodes:
                 problems.append(Problem(f"{where}.nodes", str(graph.nodes), f"{len(columns.kinds)} in its object"))
             if len(columns.names.images) != len(graph.images):
@@ -130,9 +147,17 @@ class CudaSession:
         placement = place(record.layout, request.bind, scatter=request.scatter)
         device = self._device
         memory = CudaMemory(
-            device.driver, device.device, device.context, record.layout, placement, weights, constants, self.close
+            device.driver,
+            device.device,
+            device.context,
+            record.layout,
+            placement,
+            weights,
+            constants,
+            self._pages,
+            self.close,
         )
-        self._memory = memory
+        self._memory, self._pages = memory, None
         return memory
 
     def rebuild(
@@ -164,3 +189,8 @@ class CudaSession:
     def close(self) -> None:
         """Closing twice is fine."""
         self._undo.close()
+
+
+def _decoded(data: bytes, where: str, regions: Sequence[Region]) -> tuple[GraphColumns, str]:
+    columns = decode(data, where, regions)
+    return columns, topology(columns)

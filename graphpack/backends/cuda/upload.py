@@ -1,19 +1,24 @@
-"""Weights from checkpoint files straight to their addresses on the device.
+"""Weights from checkpoint files straight to their addresses on the device, in two ways at once.
 
 The device copies from the page cache itself: a shared read-only mapping of the file is page-locked piece by piece, one
-piece while the last one travels. Where the driver cannot lock such memory, threads read into page-locked buffers.
+piece while the last one travels. Locking is work for one processor, and slow for files whose pages are small; so other
+threads read pieces into page-locked buffers meanwhile, and do all of it where the driver cannot lock the mapping.
 """
 
 from __future__ import annotations
 
+import os
 import threading
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from graphpack.backends.cuda.driver import Driver
-from graphpack.backends.cuda.host import HostBuffer, address_of
+from graphpack.backends.cuda.host import HostBuffer, HostPages, address_of
 from graphpack.backends.cuda.libcuda import CudaError
 from graphpack.convert import convert
 from graphpack.graph import Region
@@ -21,11 +26,14 @@ from graphpack.graph import Region
 if TYPE_CHECKING:
     from graphpack.models.weights import WeightSource
 
-PIECE = 256 << 20
-STAGING = 8 << 20
+PIECE = 32 << 20
+"""What a thread takes from the work at a time."""
+STAGING = 4 << 20
+"""What a buffer holds; a thread has two."""
 _MAPPING_THREADS = 2
-"""Locking pages takes a processor about as long as the device takes to copy them."""
-_STAGING_THREADS = 8
+_STAGING_THREADS = 10
+_PIECES_A_THREAD = 2
+"""Less work is not worth a thread and its buffers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +93,30 @@ def pieces(copies: Sequence[Copy], size: int) -> Iterator[tuple[int, int, int, l
         yield file, start, max(part.offset + part.size for part in parts), parts
 
 
+def staging_threads(size: int) -> int:
+    """How many threads are to read `size` bytes of weights into buffers."""
+    processors = len(os.sched_getaffinity(0))
+    return max(0, min(_STAGING_THREADS, processors - _MAPPING_THREADS, size // PIECE // _PIECES_A_THREAD))
+
+
+def staging_pages(size: int) -> HostPages | None:
+    """Memory for the buffers of an upload of `size` bytes, ready before it begins; None if it takes none."""
+    threads = staging_threads(size)
+    return HostPages(threads * 2 * STAGING) if threads else None
+
+
 class Upload:
     """Runs a plan in threads of its own from the start; `wait` for it before anything is launched.
 
     `mode` says how the bytes travelled, once it has ended.
     """
 
-    def __init__(self, driver: Driver, context: int, plan: Plan, source: WeightSource) -> None:
+    def __init__(
+        self, driver: Driver, context: int, plan: Plan, source: WeightSource, pages: HostPages | None = None
+    ) -> None:
         self.mode = "uploaded"
         self._driver, self._context, self._plan, self._source = driver, context, plan, source
+        self._pages = pages
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(1, "graphpack-upload")
         self._done = self._pool.submit(self._run)
@@ -108,44 +131,62 @@ class Upload:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _run(self) -> None:
+        self._driver.set_context(self._context)
         # Made here, before threads could make two of them, and held for as long as the device reads them.
         views = {copy.file: self._source.shared(copy.file) for copy in self._plan.copies}
         if self._source.files:
-            try:
-                self._in_threads(list(pieces(self._plan.copies, PIECE)), _MAPPING_THREADS, _MappedWorker)
-                self.mode = "uploaded from the page cache"
-            except _CannotLockError as error:
-                self._in_threads(list(pieces(self._plan.copies, STAGING)), _STAGING_THREADS, _StagedWorker)
-                self.mode = f"uploaded through staging buffers ({error})"
+            self._from_files()
         else:
-            self._driver.set_context(self._context)
             for copy in self._plan.copies:
                 self._driver.copy_to_device(copy.target, address_of(views[copy.file]) + copy.offset, copy.size)
         if self._plan.conversions:
             self._convert()
 
-    def _in_threads(self, work: list[_Piece], threads: int, worker: Callable[..., _Worker]) -> None:
-        """Each thread takes every n-th piece, so that all of them move through the files together."""
+    def _from_files(self) -> None:
+        work = deque(pieces(self._plan.copies, PIECE))
+        staging = staging_threads(sum(copy.size for copy in self._plan.copies))
+        refused = self._in_threads(work, min(_MAPPING_THREADS, len(work)), staging)
+        if work and not self._stop.is_set():
+            self._in_threads(work, 0, max(staging, 1))
+        how = f"through staging buffers ({', '.join(sorted(refused))})" if refused else "from the page cache"
+        self.mode = f"uploaded {how}"
 
-        def run(index: int) -> None:
-            self._driver.set_context(self._context)
-            running = worker(self._driver, self._source)
-            try:
-                for piece in work[index::threads]:
-                    if self._stop.is_set():
-                        break
-                    running.copy(piece)
-                running.finish()
-            finally:
-                running.close()
+    def _in_threads(self, work: deque[_Piece], mapping: int, staging: int) -> set[str]:
+        """Work off the pieces, or leave some if none of the threads can. Why mappings could not be locked, if so."""
+        buffer = HostBuffer(self._driver, staging * 2 * STAGING, self._pages) if staging else None
+        makers: list[Callable[[], _Worker]] = [partial(_MappedWorker, self._driver, self._source)] * mapping
+        if buffer is not None:
+            makers += [partial(_StagedWorker, self._driver, self._source, buffer, index) for index in range(staging)]
+        try:
+            with ThreadPoolExecutor(len(makers), "graphpack-upload") as pool:
+                jobs = [pool.submit(self._work, make, work) for make in makers]
+            return {reason for job in jobs if (reason := job.result())}
+        finally:
+            if buffer is not None:
+                buffer.close()
 
-        with ThreadPoolExecutor(threads, "graphpack-upload") as pool:
-            jobs = [pool.submit(run, index) for index in range(min(threads, len(work)))]
-        for job in jobs:
-            job.result()
+    def _work(self, make: Callable[[], _Worker], work: deque[_Piece]) -> str | None:
+        self._driver.set_context(self._context)
+        worker = make()
+        try:
+            while not self._stop.is_set():
+                try:
+                    piece = worker.take(work)
+                except IndexError:
+                    break
+                worker.copy(piece)
+            worker.finish()
+        except _CannotLockError as error:
+            work.append(piece)
+            return str(error)
+        except BaseException:
+            self._stop.set()
+            raise
+        finally:
+            worker.close()
+        return None
 
     def _convert(self) -> None:
-        self._driver.set_context(self._context)
         pairs = set()
         for item in self._plan.conversions:
             if self._stop.is_set():
@@ -163,7 +204,7 @@ class _CannotLockError(Exception):
     """The driver cannot lock pages of this file; the text says why."""
 
 
-class _Worker:
+class _Worker(ABC):
     """One thread's stream with two events: the piece before the last must have travelled before its place is taken."""
 
     def __init__(self, driver: Driver, source: WeightSource) -> None:
@@ -172,8 +213,13 @@ class _Worker:
         self._events = [driver.create_event(), driver.create_event()]
         self._turn = 0
 
+    @abstractmethod
+    def take(self, work: deque[_Piece]) -> _Piece:
+        """The next piece. Raises IndexError if there is none."""
+
+    @abstractmethod
     def copy(self, piece: _Piece) -> None:
-        raise NotImplementedError
+        """Put a piece on its way."""
 
     def _travel(self, parts: Iterable[Copy], start: int, address: int) -> None:
         for part in parts:
@@ -191,9 +237,14 @@ class _Worker:
 
 
 class _MappedWorker(_Worker):
+    """Takes pieces from the end, so that it meets the others once."""
+
     def __init__(self, driver: Driver, source: WeightSource) -> None:
         super().__init__(driver, source)
         self._locked: list[int | None] = [None, None]
+
+    def take(self, work: deque[_Piece]) -> _Piece:
+        return work.pop()
 
     def copy(self, piece: _Piece) -> None:
         file, start, end, parts = piece
@@ -223,25 +274,29 @@ class _MappedWorker(_Worker):
 
 
 class _StagedWorker(_Worker):
-    def __init__(self, driver: Driver, source: WeightSource) -> None:
+    """Has the part of the buffer that its number says, twice `STAGING` bytes."""
+
+    def __init__(self, driver: Driver, source: WeightSource, buffer: HostBuffer, number: int) -> None:
         super().__init__(driver, source)
-        self._buffer = HostBuffer(driver, 2 * STAGING)
+        self._buffer, self._first = buffer, number * 2 * STAGING
         self._used = [False, False]
 
+    def take(self, work: deque[_Piece]) -> _Piece:
+        return work.popleft()
+
     def copy(self, piece: _Piece) -> None:
-        file, start, end, parts = piece
-        turn = self._turn
-        if self._used[turn]:
-            self._driver.synchronize_event(self._events[turn])
-        first = min(part.offset for part in parts)
-        place = turn * STAGING + first - start
-        self._source.read_into(file, first, self._buffer.part(place, end - first).data)
-        self._used[turn] = True
-        self._travel(parts, start, self._buffer.address + turn * STAGING)
+        for file, start, end, parts in pieces(piece[3], STAGING):
+            turn = self._turn
+            if self._used[turn]:
+                self._driver.synchronize_event(self._events[turn])
+            first = min(part.offset for part in parts)
+            place = self._first + turn * STAGING
+            self._source.read_into(file, first, self._buffer.part(place + first - start, end - first).data)
+            self._used[turn] = True
+            self._travel(parts, start, self._buffer.address + place)
 
     def close(self) -> None:
         try:
             self.finish()
         finally:
-            self._buffer.close()
             super().close()

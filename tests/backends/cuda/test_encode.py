@@ -111,7 +111,7 @@ def test_how_clusters_are_scheduled_is_kept_where_there_are_clusters(
 
 
 def test_attributes_are_those_that_a_new_node_does_not_have(driver: CapturingDriver) -> None:
-    cluster = (2).to_bytes(4, "little") + (4).to_bytes(4, "little") + (1).to_bytes(4, "little") + bytes(52)
+    cluster = (2).to_bytes(4, "little") + (1).to_bytes(4, "little") + (1).to_bytes(4, "little") + bytes(52)
     driver.functions[ADD].defaults = {5: (1).to_bytes(64, "little")}
     node = driver.kernel(ADD, [bytes(8), bytes(4)])
     driver.attributes[node, 4] = cluster
@@ -119,7 +119,7 @@ def test_attributes_are_those_that_a_new_node_does_not_have(driver: CapturingDri
     driver.attributes[node, 8] = b"\x03\0\0\0" + b"\xff" * 60
     rows = encoded(driver).attributes
     assert rows[["node", "id"]].tolist() == [(0, 4), (0, 8)]
-    assert rows["value"].tolist() == [[2, 4, 1, 0], [3, 0, 0, 0]]
+    assert rows["value"].tolist() == [[2, 1, 1, 0], [3, 0, 0, 0]]
 
 
 def test_nodes_come_in_topological_order_with_their_edge_data(driver: CapturingDriver) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from graphpack.backends.cuda import upload
+from graphpack.backends.cuda.host import HostPages
 from graphpack.backends.cuda.upload import Copy, Upload, pieces, plan_upload
 from graphpack.convert import convert
 from graphpack.errors import StorageError
@@ -64,8 +66,10 @@ def arrived(driver: FakeDriver, contents: dict[str, bytes]) -> bool:
     return all(driver.read(ADDRESSES[name], len(data)) == data for name, data in contents.items() if data)
 
 
-def run(driver: FakeDriver, source: WeightSource, regions: list[Region] = REGIONS) -> Upload:
-    made = Upload(driver, 1, plan_upload(regions, ADDRESSES, source), source)
+def run(
+    driver: FakeDriver, source: WeightSource, regions: list[Region] = REGIONS, pages: HostPages | None = None
+) -> Upload:
+    made = Upload(driver, 1, plan_upload(regions, ADDRESSES, source), source, pages)
     made.wait()
     made.close()
     held = driver.held()
@@ -84,6 +88,32 @@ def test_from_the_page_cache(
     monkeypatch.setattr(upload, "PIECE", piece)
     assert run(driver, source).mode == "uploaded from the page cache"
     assert arrived(driver, contents)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_in_both_ways_at_once(
+    driver: FakeDriver, source: WeightSource, contents: dict[str, bytes], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "PIECE", 8192)
+    monkeypatch.setattr(upload, "STAGING", 4096)
+    monkeypatch.setattr(upload, "staging_threads", lambda _: threads)
+    assert run(driver, source).mode == "uploaded from the page cache"
+    assert arrived(driver, contents)
+    for name, size in SIZES.items():
+        driver.write(ADDRESSES[name], bytes(size))
+    driver.lock_status = 1
+    pages = HostPages(threads * 8192)
+    refused = run(driver, source, pages=pages)
+    assert refused.mode == "uploaded through staging buffers (CUDA_ERROR_INVALID_VALUE)"
+    assert arrived(driver, contents), "a piece that could not be locked is read into a buffer"
+    assert pages.array.any(), "the buffers are in the pages made before"
+
+
+def test_threads_for_staging_are_as_many_as_the_work_and_the_machine_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    for processors, size, threads in ((16, 2 << 30, 10), (16, 5 * 2 * upload.PIECE, 5), (16, 1000, 0), (4, 1 << 40, 2)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, count=processors: set(range(count)))
+        assert upload.staging_threads(size) == threads
+        assert (upload.staging_pages(size) is None) == (threads == 0)
 
 
 @pytest.mark.parametrize("staging", [4096, 1 << 20])
