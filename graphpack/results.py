@@ -64,6 +64,9 @@ class LoadRequest:
 
     On cuda: with `lazy_graphs` a graph is built when it is first used; `bind` gives addresses of device memory that the
     caller holds in the place of regions; `scatter` moves every region by another distance, which proves that they move.
+
+    `trusted_keys` are files of public keys; a signature by one of them is then required. What is not given here, the
+    environment and the configuration of the user and the system say.
     """
 
     archive: Path
@@ -75,6 +78,8 @@ class LoadRequest:
     copy_weights: bool = False
     config: Path | None = None
     lazy_graphs: bool = False
+    trusted_keys: tuple[Path, ...] = ()
+    require_signature: bool = False
     bind: Mapping[str, int] = field(default_factory=dict)
     scatter: bool = False
 
@@ -135,8 +140,21 @@ class VerifiedBucket:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SignatureRow:
+    """A signature of an entry. `key` is the fingerprint of the signer's key; times are UTC in ISO 8601."""
+
+    key: str
+    serial: int
+    created: str
+    expires: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedEntry:
-    """`captures` is always 0: restoring never captures. `verified` is empty unless outputs were compared."""
+    """`captures` is always 0: restoring never captures. `verified` is empty unless outputs were compared.
+
+    `signature` is the one that made the entry a trusted one, None for an unsigned entry.
+    """
 
     name: str
     device: str
@@ -149,6 +167,32 @@ class LoadedEntry:
     weights_mode: str
     proven: tuple[str, ...]
     not_proven: tuple[str, ...] = ()
+    signature: SignatureRow | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignedEntry:
+    """`digest` is that of the manifest, which the signature covers."""
+
+    name: str
+    digest: str
+    signature: SignatureRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifiedEntry:
+    """`blobs` are the entry's; `hashed` of them were hashed now, `remembered` when they were last."""
+
+    name: str
+    digest: str
+    ladder: tuple[Rung, ...]
+    blobs: int
+    hashed: int
+    remembered: int
+    signature: SignatureRow | None
+    proven: tuple[str, ...]
+    not_proven: tuple[str, ...]
     notes: tuple[str, ...] = ()
 
 
@@ -161,6 +205,24 @@ class BenchRow:
     steps: int
     median_ms: float
     min_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class CollectedFile:
+    """A file that nobody needs any more; `name` is that below the archive."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """What was removed from an archive, or would be in a dry run. `kept` blobs are unused as well, but not for long."""
+
+    dry_run: bool
+    blobs: tuple[CollectedFile, ...]
+    temporary: tuple[CollectedFile, ...]
+    kept: tuple[CollectedFile, ...]
 
 
 class Observer(Protocol):

@@ -21,8 +21,9 @@ LONGEST_MODULE = 400
 ORDER = """
     errors elf words process
     schema dtypes graph results stages config convert
-    archive archive.record archive.codec archive.oci archive.files archive.looks
-    archive.finding archive.check archive.signature archive.reading archive.store archive.validate
+    archive archive.record archive.codec archive.oci archive.owner archive.files archive.lock archive.looks
+    archive.finding archive.check archive.signature archive.reading archive.store archive.collect
+    archive.validate
     identity identity.environment identity.cpu_isa identity.digests identity.weights identity.layout identity.compat
     models models.step models.safetensors models.seeded models.weights models.architecture models.specs
     models.checkpoint models.presets models.decoder models.factory models.registry models.locate

@@ -6,17 +6,15 @@ import errno
 import fcntl
 import os
 import stat
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from graphpack.archive.codec import corrupt
+from graphpack.archive.owner import has_ended, made_here, owned_name
 from graphpack.errors import Problem, StorageError
 
-LOCK_FILE = ".lock"
-LOCK_TIMEOUT = 30.0
-LOCK_POLL = 0.05
 TEMPORARY = ".tmp-"
 
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -46,21 +44,33 @@ def read_file(
     `size` is the length that the file `named_by` claims. What was opened on the way is added to `opened`. Raises
     CorruptArchiveError, or StorageError when the system cannot read.
     """
-    with _opened(root, name, named_by, {} if opened is None else opened) as (descriptor, found):
+    with (
+        storage_errors("read", root / name),
+        _opened(root, name, named_by, {} if opened is None else opened) as (descriptor, found),
+    ):
         if size is not None and found != size:
             raise corrupt(name, f"{found} bytes long where {named_by} says {size}")
         if found > limit:
             raise corrupt(name, f"{found} bytes long, more than the limit of {limit}")
-        with storage_errors("read", root / name):
-            data = _read_exactly(descriptor, found)
+        data = _read_exactly(descriptor, found)
     if len(data) != found:
         raise corrupt(name, "changed its length while it was read")
     return data
 
 
-def check_size(root: Path, name: str, size: int, named_by: str) -> None:
-    """The regular file `name` is there and `size` bytes long. Raises as `read_file`."""
-    with _opened(root, name, named_by, {}) as (_, found):
+def exists(path: Path) -> bool:
+    """Whether anything is at `path`, be it a broken link. Raises StorageError where the system cannot tell."""
+    with storage_errors("read", path):
+        try:
+            os.lstat(path)
+        except FileNotFoundError:
+            return False
+    return True
+
+
+def check_size(root: Path, name: str, size: int, named_by: str, opened: Opened | None = None) -> None:
+    """The regular file `name` is there and `size` bytes long. `opened` and errors as with `read_file`."""
+    with storage_errors("read", root / name), _opened(root, name, named_by, {} if opened is None else opened) as (_, found):
         if found != size:
             raise corrupt(name, f"{found} bytes long where {named_by} says {size}")
 
@@ -75,8 +85,7 @@ def _opened(root: Path, name: str, named_by: str, opened: Opened) -> Iterator[tu
     except OSError as error:
         if error.errno in _NOT_A_FILE:
             raise corrupt(name, "not a regular file") from None
-        with storage_errors("read", root / name):
-            raise
+        raise
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -84,7 +93,7 @@ def _opened(root: Path, name: str, named_by: str, opened: Opened) -> Iterator[tu
         opened[name] = status
         yield descriptor, status.st_size
     finally:
-        os.close(descriptor)
+        close(descriptor)
 
 
 def _open_below(root: Path, name: str, opened: Opened) -> int:
@@ -94,12 +103,12 @@ def _open_below(root: Path, name: str, opened: Opened) -> int:
         opened["."] = os.fstat(here)
         for depth, folder in enumerate(folders, 1):
             below = os.open(folder, _READ | os.O_DIRECTORY, dir_fd=here)
-            os.close(here)
+            close(here)
             here = below
             opened["/".join(folders[:depth])] = os.fstat(here)
         return os.open(last, _READ, dir_fd=here)
     finally:
-        os.close(here)
+        close(here)
 
 
 def _read_exactly(descriptor: int, size: int) -> bytes:
@@ -119,33 +128,23 @@ def write_file(folder: Path, name: str, data: bytes, *, read_only: bool = False)
     """
     path = folder / name
     with storage_errors("write", path):
-        descriptor, temporary = _open_temporary(folder)
-        try:
+        with temporary(folder) as (descriptor, written):
             _write_all(descriptor, data)
             if read_only:
                 os.fchmod(descriptor, 0o444)
             os.fsync(descriptor)
-            os.rename(temporary, path)
-        except BaseException:
-            with suppress(FileNotFoundError):
-                os.unlink(temporary)
-            raise
-        finally:
-            os.close(descriptor)
+            os.rename(written, path)
         sync_folder(folder)
 
 
 def probe(folder: Path) -> None:
     """Raises StorageError unless files can be made in `folder`."""
-    with storage_errors("write in", folder):
-        descriptor, temporary = _open_temporary(folder)
-        try:
-            os.unlink(temporary)  # while it is locked: without its lock another writer may sweep it
-        finally:
-            os.close(descriptor)
+    with storage_errors("write in", folder), temporary(folder):
+        pass
 
 
 def sync_folder(folder: Path) -> None:
+    """Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -153,38 +152,128 @@ def sync_folder(folder: Path) -> None:
         if error.errno != errno.EINVAL:  # some network file systems have no sync of directories
             raise
     finally:
-        os.close(descriptor)
+        close(descriptor)
 
 
-def sweep(folder: Path) -> None:
-    """Remove temporary files that no process is writing.
-
-    A writer holds a lock on its temporary file, which ends with the process on whatever machine it ran.
-    """
-    for name in os.listdir(folder):
-        if name.startswith(TEMPORARY):
-            with suppress(OSError):  # gone, or kept by a system without locks: it harms nobody
-                _remove_unless_locked(folder / name)
-
-
-def _remove_unless_locked(path: Path) -> None:
-    descriptor = os.open(path, _READ)
+def renew(path: Path) -> bool:
+    """Make a blob as good as just written: on disk, and modified now. False where it is not there or not ours."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.unlink(path)
+        descriptor = os.open(path, _READ)
+    except OSError:
+        return False
+    try:
+        os.utime(descriptor)
+        os.fsync(descriptor)
+    except OSError:
+        return False
     finally:
+        close(descriptor)
+    return True
+
+
+def close(descriptor: int) -> None:
+    """Close a descriptor whose data were synced or only read: an error says nothing about them."""
+    with suppress(OSError):
         os.close(descriptor)
 
 
-def _open_temporary(folder: Path) -> tuple[int, Path]:
+# --- Temporary files
+
+
+@contextmanager
+def temporary(folder: Path, prefix: str = TEMPORARY) -> Iterator[tuple[int, Path]]:
+    """A new file that this process holds a lock on: descriptor and path. Removed at the end, unless it was renamed.
+
+    Raises OSError.
+    """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     while True:
-        path = folder / f"{TEMPORARY}{os.getpid()}-{os.urandom(8).hex()}"
+        path = folder / owned_name(prefix)
         descriptor = os.open(path, flags, 0o644)
-        _lock(descriptor, fcntl.LOCK_EX)
-        if os.fstat(descriptor).st_nlink:
-            return descriptor, path
-        os.close(descriptor)  # swept between its creation and the lock
+        try:
+            try_lock(descriptor, wait=True)
+            if os.fstat(descriptor).st_nlink:  # else it was swept between its creation and the lock
+                yield descriptor, path
+                return
+        finally:
+            with suppress(OSError):  # renamed, or left to be swept
+                os.unlink(path)
+            close(descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class Temporary:
+    """A temporary file as it was found: `modified` in nanoseconds by the clock of its file system.
+
+    `abandoned` tells whether nobody is writing it any more; None where nothing tells.
+    """
+
+    path: Path
+    bytes: int
+    modified: int
+    abandoned: bool | None
+
+
+def sweep(folder: Path, prefix: str = TEMPORARY, *, dry_run: bool = False) -> list[Temporary]:
+    """The temporary files in `folder` whose names start with `prefix`.
+
+    Those that nobody is writing any more are removed, unless this is a dry run. Raises OSError.
+    """
+    found = []
+    for name in os.listdir(folder):
+        if name.startswith(prefix):
+            with suppress(FileNotFoundError):  # its writer was done with it
+                found.append(_judge(folder / name, dry_run))
+    return found
+
+
+def _judge(path: Path, dry_run: bool) -> Temporary:
+    status = os.lstat(path)
+    abandoned = None
+    with suppress(OSError):  # what cannot be told or removed harms nobody
+        descriptor = os.open(path, _READ)
+        try:
+            abandoned = _is_abandoned(descriptor, path)
+            if abandoned and not dry_run:
+                os.unlink(path)  # while it is locked: whoever has just made it notices, and makes another
+        finally:
+            close(descriptor)
+    return Temporary(path, status.st_size, status.st_mtime_ns, abandoned)
+
+
+def _is_abandoned(descriptor: int, path: Path) -> bool | None:
+    """A lock tells, if it is a real one; else the name has to."""
+    try:
+        if try_lock(descriptor) and _excludes(path):
+            return True
+    except BlockingIOError:
+        return False
+    return has_ended(path.name) if made_here(path.name) else None
+
+
+def _excludes(path: Path) -> bool:
+    """Whether the lock that this process has on `path` keeps others out; on some file systems all succeed."""
+    other = os.open(path, _READ)
+    try:
+        return not try_lock(other)
+    except BlockingIOError:
+        return True
+    finally:
+        close(other)
+
+
+def try_lock(descriptor: int, *, wait: bool = False) -> bool:
+    """Lock an open file; False where the file system has no locks.
+
+    Raises BlockingIOError if it is locked and not to be waited for, OSError.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
@@ -193,67 +282,3 @@ def _write_all(descriptor: int, data: bytes) -> None:
         view = view[os.write(descriptor, view) :]
     if os.fstat(descriptor).st_size != len(data):
         raise OSError(errno.EIO, "the file has another length than was written")
-
-
-def _lock(descriptor: int, how: int) -> None:
-    """Lock, where the file system can. Without, the rename still keeps readers safe."""
-    try:
-        fcntl.flock(descriptor, how)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Be the only writer of `folder`.
-
-    Raises StorageError naming the process that has been holding the lock for `LOCK_TIMEOUT` seconds.
-    """
-    path = folder / LOCK_FILE
-    with storage_errors("lock", path):
-        descriptor = _acquire(path)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-    try:
-        yield
-    finally:
-        # Unlinked while held: whoever waits on this file finds it gone and starts again with a new one.
-        with suppress(OSError):
-            os.unlink(path)
-        os.close(descriptor)
-
-
-def _acquire(path: Path) -> int:
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    deadline = time.monotonic() + LOCK_TIMEOUT
-    while True:
-        descriptor = os.open(path, flags, 0o644)
-        try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise OSError(errno.EINVAL, "not a regular file")
-            _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(descriptor, path):
-                return os.dup(descriptor)
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                raise _held(descriptor, path) from None
-        finally:
-            os.close(descriptor)
-        time.sleep(LOCK_POLL)
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
-    except FileNotFoundError:
-        return False
-
-
-def _held(descriptor: int, path: Path) -> StorageError:
-    holder = os.pread(descriptor, 20, 0).decode("ascii", "replace")
-    who = f"process {holder}" if holder.isdigit() else "another process"
-    return StorageError(
-        f"{path.parent} is being written by {who}",
-        [Problem(str(path), f"held by {who}", f"waited {LOCK_TIMEOUT:g} s", "wait for it to end, then run this again")],
-    )

@@ -14,7 +14,7 @@ from typing import Any
 
 from graphpack.archive.codec import corrupt, decode_json, encode_json
 from graphpack.archive.record import Blob
-from graphpack.errors import Problem, UnsupportedFormatError
+from graphpack.errors import CorruptArchiveError, Problem, UnsupportedFormatError
 from graphpack.schema import COUNT_LIMIT, Plain, shown
 
 LAYOUT_FILE = "oci-layout"
@@ -42,6 +42,7 @@ EMPTY = b"{}"
 TAG_ANNOTATION = "org.opencontainers.image.ref.name"
 
 _DIGEST = re.compile("sha256:([0-9a-f]{64})")
+_SUBJECT_TAG = re.compile("sha256-([0-9a-f]{64})")
 _DESCRIPTOR_KEYS = frozenset(("mediaType", "digest", "size", "urls", "annotations", "data", "artifactType", "platform"))
 """All that the image specification 1.1 defines. Another key is a damaged one."""
 
@@ -86,6 +87,11 @@ class Index:
             if position not in old and position not in dropped
         ]
         manifests.insert(min(old, default=len(manifests)), _descriptor_document(new))
+        return parse_index({**self.document, "manifests": manifests})
+
+    def without(self, old: Collection[int]) -> Index:
+        """Leave out the descriptors at the positions `old`."""
+        manifests = [raw for position, raw in enumerate(self.document["manifests"]) if position not in old]
         return parse_index({**self.document, "manifests": manifests})
 
 
@@ -162,6 +168,33 @@ def decode_manifest(data: bytes, named: Descriptor) -> dict[str, Any] | None:
             INDEX_FILE, f"the descriptor of {blob_file(named.digest)} has another type, or its tag is damaged"
         )
     return document
+
+
+def references(data: bytes | None) -> tuple[set[str], list[Descriptor]]:
+    """What a document names: every digest in it but its subject's, and the documents it lists, as image indexes do.
+
+    What is no JSON names all digests in its bytes. Raises CorruptArchiveError for a list of documents that is damaged.
+    """
+    if data is None:
+        return set(), []
+    try:
+        document = decode_json(data, MANIFEST_LIMIT, "document")
+    except CorruptArchiveError:
+        return set(_DIGEST.findall(data.decode("utf-8", "replace"))), []
+    names = set(_DIGEST.findall(encode_json({**document, "subject": None}).decode()))
+    listed = document.get("manifests")
+    documents = [parse_descriptor(raw, "manifests", "document") for raw in listed] if type(listed) is list else []
+    return names, documents
+
+
+def subject(data: bytes | None, tag: str | None) -> str | None:
+    """The digest of the manifest that a document is about, as a signature is: by its subject, else by its tag."""
+    try:
+        named = None if data is None else decode_json(data, MANIFEST_LIMIT, "document").get("subject")
+    except CorruptArchiveError:
+        named = None
+    found = _DIGEST.fullmatch(str(named.get("digest"))) if type(named) is dict else _SUBJECT_TAG.match(tag or "")
+    return found[1] if found else None
 
 
 def signature_tag(entry: str) -> str:

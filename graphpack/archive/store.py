@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from graphpack.archive import codec, files, oci
 from graphpack.archive.check import check_record_layout, check_record_weights, decode_record
 from graphpack.archive.files import storage_errors
-from graphpack.archive.finding import archive_root, open_index, read_index
+from graphpack.archive.finding import archive_root, no_such_entries, open_index, read_index
+from graphpack.archive.lock import CLAIM, locked
 from graphpack.archive.looks import interrupted_save
 from graphpack.archive.reading import Entry, EntryRef, Header, Reader
 from graphpack.archive.record import Blob, Record
@@ -28,10 +29,16 @@ __all__ = ["Archive", "Entry", "EntryRef", "Header"]
 
 
 class Archive(Reader):
-    """An archive that can be written as well."""
+    """An archive that can be written as well.
+
+    From its first blob until it commits or discards, a save keeps a temporary file of its own in the archive. While
+    that is there, nothing that the save wrote or found in place is collected.
+    """
 
     def __init__(self, path: Path, index: oci.Index, opened: files.Opened | None = None) -> None:
         super().__init__(path, index, opened)
+        self._saving = False
+        self._hold = ExitStack()
         self._written: list[str] = []
         self._made: list[Path] = []
 
@@ -43,7 +50,7 @@ class Archive(Reader):
         be written, NotFoundError for a path that holds something else, CorruptArchiveError for a damaged index.
         """
         root, opened = archive_root(path), files.Opened()
-        new = not os.path.lexists(root) or interrupted_save(root)
+        new = not files.exists(root) or interrupted_save(root)
         archive = cls(root, oci.EMPTY_INDEX if new else open_index(root, opened), opened)
         try:
             archive._make_folders()
@@ -53,6 +60,17 @@ class Archive(Reader):
             archive._remove_folders()
             raise
         return archive
+
+    @classmethod
+    def existing(cls, path: str | os.PathLike[str]) -> Archive:
+        """The archive at `path`, which may have no entry left.
+
+        Raises NotFoundError, CorruptArchiveError, UnsupportedFormatError, StorageError.
+        """
+        root, opened = archive_root(path), files.Opened()
+        return cls(root, open_index(root, opened), opened)
+
+    # --- Entries
 
     def put_blob(self, content: bytes, media_type: str) -> Blob:
         """Compress and store.
@@ -87,16 +105,38 @@ class Archive(Reader):
 
         Raises StorageError; then the archive is as it was before, unless only the sync after the rename failed.
         """
-        with files.locked(self.path):
+        with locked(self.path):
             self._make_folders()
-            self._sweep()
-            index = self._current_index()
+            self.sweep()
+            index = self.current_index()
             self._check_complete(ref)
-            old = [position for position, held in enumerate(index.descriptors) if self._replaced(held, ref, name)]
+            old = {
+                position
+                for position, held in enumerate(index.descriptors)
+                if held.digest == ref.digest or self._name(held) == name
+            }
             gone = {index.descriptors[position].digest for position in old} - {ref.digest}
-            unsigned = self._signatures_of(index, gone)
-            changed = index.replacing(old, oci.Descriptor(oci.MANIFEST_TYPE, ref.digest, ref.size, name), unsigned)
-            self._write_index(changed)
+            new = oci.Descriptor(oci.MANIFEST_TYPE, ref.digest, ref.size, name)
+            self._write_index(index.replacing(old, new, self._referrers(index, gone)), self._blobs_of(index, gone))
+
+    def remove(self, names: Sequence[str]) -> dict[str, str]:
+        """Take entries out of `index.json`, with all that refers to them: manifest digest to name. Their blobs stay.
+
+        An entry that cannot be read goes by its tag. Raises NotFoundError, with the names there are, if one is missing;
+        CorruptArchiveError, StorageError. Then the archive is as it was before, unless only the last sync failed.
+        """
+        with locked(self.path):
+            self.sweep()
+            index = self.current_index()
+            held = [(descriptor.digest, self._name(descriptor)) for descriptor in index.descriptors]
+            there = [name for _, name in held if name is not None]
+            missing = [name for name in names if name not in there]
+            if missing:
+                raise no_such_entries(self.path, missing, there)
+            gone = {digest: name for digest, name in held if name is not None and name in names}
+            old = {position for position, (digest, _) in enumerate(held) if digest in gone}
+            self._write_index(index.without(old | self._referrers(index, gone)), self._blobs_of(index, gone))
+        return gone
 
     def add_signature(self, ref: EntryRef, bundle: bytes) -> None:
         """List a signature of the entry in `index.json`, in the place of the one it has.
@@ -109,8 +149,8 @@ class Archive(Reader):
         manifest = oci.encode_signature_manifest(oci.SignatureManifest(described, entry))
         tag = oci.signature_tag(ref.digest)
         new = oci.Descriptor(oci.MANIFEST_TYPE, self._put(manifest), len(manifest), tag)
-        with files.locked(self.path):
-            index = self._current_index()
+        with locked(self.path):
+            index = self.current_index()
             if ref.digest not in {held.digest for held in index.descriptors}:
                 raise StorageError(f"{self.path} was changed while an entry was signed; run it again")
             self._write_index(index.replacing(self._signatures_of(index, {ref.digest}), new))
@@ -125,46 +165,143 @@ class Archive(Reader):
                     positions.append(position)
         return positions
 
-    def _write_index(self, index: oci.Index) -> None:
-        """The commit, under the lock."""
-        files.write_file(self.path, oci.INDEX_FILE, codec.encode_json(index.document))
-        self._index = index
-        self._written.clear()
-        self._made.clear()
-
     def discard(self) -> None:
         """Remove what was written since the last commit and no entry uses; after a commit there is nothing to do.
 
         Never raises for the archive's state or the system's refusals: they would hide why the save failed, and what
         cannot be removed harms nobody.
         """
+        self._hold.close()
         if self._written or self._made:
             with suppress(OSError, GraphpackError):
                 self._remove_uncommitted()
-        self._written.clear()
-        self._made.clear()
+        self._end()
 
     def _remove_uncommitted(self) -> None:
-        with files.locked(self.path):
-            index = self._current_index()
-            for digest in set(self._written) - self._used_blobs(index):
+        with locked(self.path):
+            if any(not found.abandoned and not found.path.name.startswith(CLAIM) for found in self.sweep()):
+                return  # another save may have found in place what this one wrote
+            index = self.current_index()
+            for digest in set(self._written) - self.used_blobs(index):
                 (self.path / oci.blob_file(digest)).unlink(missing_ok=True)
-            self._sweep()
         if not index.descriptors:
             self._remove_folders()
 
+    # --- The index
+
+    def current_index(self) -> oci.Index:
+        """`index.json` as it is now; without entries where a first save has not made it yet.
+
+        Raises CorruptArchiveError, UnsupportedFormatError, StorageError.
+        """
+        return read_index(self.path, self.opened) if files.exists(self.path / oci.INDEX_FILE) else oci.EMPTY_INDEX
+
+    def used_blobs(self, index: oci.Index) -> set[str]:
+        """The digests of all blobs that the index names, and that those name which are documents.
+
+        Raises CorruptArchiveError if one of these is damaged, StorageError.
+        """
+        used: set[str] = set()
+        read: set[str] = set()
+        pending = list(index.descriptors)
+        while pending:
+            document = pending.pop()
+            if document.digest not in read:
+                read.add(document.digest)
+                names, documents = oci.references(self._listed(document))
+                used |= {document.digest, *names}
+                # An index of others may list what was never copied here.
+                pending += [found for found in documents if files.exists(self.path / oci.blob_file(found.digest))]
+        return used
+
+    def sweep(self, *, dry_run: bool = False) -> list[files.Temporary]:
+        """The temporary files of the archive. Those that nobody is writing any more are removed, unless in a dry run.
+
+        Raises StorageError.
+        """
+        with storage_errors("list", self.path):
+            return [
+                found for folder in (self.path, self.path / oci.BLOBS) for found in files.sweep(folder, dry_run=dry_run)
+            ]
+
+    def _write_index(self, index: oci.Index, left: Collection[str] = ()) -> None:
+        """The commit, under the lock. The blobs `left` may be used no more, but others may just be reading them."""
+        with storage_errors("sync", self.path / oci.BLOBS):
+            for digest in left:
+                files.renew(self.path / oci.blob_file(digest))
+            files.sync_folder(self.path / oci.BLOBS)
+        files.write_file(self.path, oci.INDEX_FILE, codec.encode_json(index.document))
+        self._index = index
+        self._end()
+
+    def _end(self) -> None:
+        self._hold.close()
+        self._saving = False
+        self._written.clear()
+        self._made.clear()
+
+    def _referrers(self, index: oci.Index, manifests: Collection[str]) -> set[int]:
+        """Positions of what says something about these manifests, such as a signature, and of what does about that."""
+        subjects = [self._subject(held) for held in index.descriptors]
+        about = set(manifests)
+        while True:
+            positions = {position for position, subject in enumerate(subjects) if subject in about}
+            found = {index.descriptors[position].digest for position in positions}
+            if found <= about:
+                return positions
+            about |= found
+
+    def _subject(self, held: oci.Descriptor) -> str | None:
+        try:
+            return oci.subject(self._listed(held), held.tag)
+        except CorruptArchiveError:
+            return oci.subject(None, held.tag)
+
+    def _name(self, held: oci.Descriptor) -> str | None:
+        """The name of the entry that `held` lists, if it is one. Where it cannot be read, its tag is all there is."""
+        try:
+            if self._manifest(held) is None:
+                return None
+            return self.read_entry(EntryRef(held.tag, held.digest, held.size)).name
+        except (CorruptArchiveError, UnsupportedFormatError):
+            return held.tag
+
+    def _blobs_of(self, index: oci.Index, manifests: Collection[str]) -> set[str]:
+        """Manifests that the index lists and the blobs they name; of damaged ones, nothing."""
+        blobs: set[str] = set()
+        for held in index.descriptors:
+            if held.digest in manifests:
+                with suppress(CorruptArchiveError):
+                    blobs |= {held.digest, *oci.references(self._listed(held))[0]}
+        return blobs
+
+    # --- Files
+
     def _put(self, data: bytes) -> str:
         digest = hashlib.sha256(data).hexdigest()
-        try:
-            self._read(digest, len(data), len(data), "")
-        except (CorruptArchiveError, StorageError):  # missing, or damaged and now mended
-            self._make_folders()
+        self._make_folders()
+        if not self._saving:
+            with storage_errors("write in", self.path):
+                self._hold.enter_context(files.temporary(self.path))
+            self._saving = True
+        if not self._found(digest, len(data)):
             files.write_file(self.path / oci.BLOBS, digest, data, read_only=True)
             self._written.append(digest)
         return digest
 
-    def _current_index(self) -> oci.Index:
-        return read_index(self.path, self.opened) if os.path.lexists(self.path / oci.INDEX_FILE) else oci.EMPTY_INDEX
+    def _found(self, digest: str, size: int) -> bool:
+        """Whether the blob is in place, whole, on disk, and from now on safe from collection."""
+        path = self.path / oci.blob_file(digest)
+        if not files.exists(path):
+            return False
+        with locked(self.path):  # so that nobody is just collecting it
+            if not files.renew(path):
+                return False
+        try:
+            self._read(digest, size, size, "")
+        except (CorruptArchiveError, StorageError):  # to be mended
+            return False
+        return True
 
     def _check_complete(self, ref: EntryRef) -> None:
         """Another save that failed may have removed blobs that this one found in place."""
@@ -175,39 +312,17 @@ class Archive(Reader):
         if problems:
             raise StorageError(f"{self.path} was changed during this save; run it again", problems)
 
-    def _replaced(self, held: oci.Descriptor, ref: EntryRef, name: str) -> bool:
-        """Whether the entry `held` gives way to one named `name`. An unreadable record leaves its tag to judge by."""
-        if held.digest == ref.digest:
-            return True
-        try:
-            if self._manifest(held) is None:
-                return False
-            return self.read_entry(EntryRef(held.tag, held.digest, held.size)).name == name
-        except (CorruptArchiveError, UnsupportedFormatError):
-            return held.tag == name
-
-    def _used_blobs(self, index: oci.Index) -> set[str]:
-        used = {descriptor.digest for descriptor in index.descriptors}
-        for descriptor in index.descriptors:
-            if self._manifest(descriptor) is not None:
-                entry = self.read_entry(EntryRef(descriptor.tag, descriptor.digest, descriptor.size))
-                used |= {entry.record_digest, *(blob.digest for blob in entry.record.blobs)}
-            signature = self._signature(descriptor)
-            if signature is not None:
-                used |= {signature.bundle.digest, hashlib.sha256(oci.EMPTY).hexdigest()}
-        return used
-
     def _make_folders(self) -> None:
         """Idempotent: a concurrent first save that failed may have removed them."""
         blobs = self.path / oci.BLOBS
         for folder in (*reversed(self.path.parents), self.path):
             self._make_folder(folder)
         layout = self.path / oci.LAYOUT_FILE
-        if not os.path.lexists(layout):
+        if not files.exists(layout):
             files.write_file(self.path, oci.LAYOUT_FILE, oci.encode_layout())
             self._made.append(layout)
         for folder in (blobs.parent, blobs):
-            if folder.is_symlink():
+            if os.path.islink(folder):
                 raise codec.corrupt(str(folder.relative_to(self.path)), "a symbolic link, not a directory")
             self._make_folder(folder)
 
@@ -226,8 +341,3 @@ class Archive(Reader):
                     path.rmdir()
                 else:
                     path.unlink(missing_ok=True)
-
-    def _sweep(self) -> None:
-        with storage_errors("list", self.path):
-            for folder in (self.path, self.path / oci.BLOBS):
-                files.sweep(folder)

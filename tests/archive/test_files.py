@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from graphpack.archive import files
-from graphpack.archive.files import locked, probe, read_file, sweep, sync_folder, write_file
+from graphpack.archive import files, lock
+from graphpack.archive.files import probe, read_file, sweep, sync_folder, write_file
+from graphpack.archive.lock import locked
 from graphpack.archive.store import Archive
 from graphpack.errors import CorruptArchiveError, StorageError
 from tests.archive.build import make_record
@@ -23,7 +24,7 @@ from tests.archive.build import make_record
 HOLD = """
 import sys, time
 from pathlib import Path
-from graphpack.archive.files import locked
+from graphpack.archive.lock import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(float(sys.argv[2]))
@@ -47,7 +48,7 @@ def finish(holder: subprocess.Popen[str]) -> None:
 def test_a_held_lock_names_its_holder(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     holder = hold(archive, 60)
     try:
-        monkeypatch.setattr(files, "LOCK_TIMEOUT", 0.2)
+        monkeypatch.setattr(lock, "LOCK_TIMEOUT", 0.2)
         writer = Archive.create(archive)
         ref = writer.put_entry(make_record("second"))
         with pytest.raises(StorageError) as caught:
@@ -73,7 +74,7 @@ def test_a_lock_is_waited_for(archive: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"9" * 40])
 def test_a_lock_whose_holder_is_unknown(tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "LOCK_TIMEOUT", 0.0)
+    monkeypatch.setattr(lock, "LOCK_TIMEOUT", 0.0)
     (tmp_path / ".lock").write_bytes(content)
     with (tmp_path / ".lock").open("rb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
@@ -184,16 +185,9 @@ def test_a_failing_write_leaves_nothing(tmp_path: Path, call: str, monkeypatch: 
 
     with monkeypatch.context() as patch:
         patch.setattr(os, call, refuse)
-        if call == "fstat":
-            patch.setattr(files, "_open_temporary", _temporary)
         with pytest.raises(StorageError, match="No space left"):
             write_file(tmp_path, "name", b"content", read_only=True)
     assert os.listdir(tmp_path) == []
-
-
-def _temporary(folder: Path) -> tuple[int, Path]:
-    path = folder / ".tmp-1-00"
-    return os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), path
 
 
 def test_a_write_that_lost_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

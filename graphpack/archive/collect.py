@@ -1,0 +1,84 @@
+"""Removing the blobs and temporary files of an archive that nobody needs any more."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from graphpack.archive import files, oci
+from graphpack.archive.files import storage_errors
+from graphpack.archive.lock import CLAIM, locked
+from graphpack.archive.store import Archive
+from graphpack.results import Collected, CollectedFile
+
+READING_HOURS = 24.0
+"""Hours after which no reader is still busy with an entry that was replaced."""
+
+_HOUR = 3600 * 10**9
+_FORGOTTEN = 7 * 24 * _HOUR
+_DIGEST = re.compile("[0-9a-f]{64}")
+
+
+def collect(path: Path, *, older_than: float = READING_HOURS, dry_run: bool = False) -> Collected:
+    """Remove the blobs that no document names, and the temporary files that no process is writing.
+
+    What was written, or last used by an entry, less than `older_than` hours ago is kept, and so is whatever a save in
+    progress wrote or found in place. A dry run writes nothing and takes no lock. Raises NotFoundError for what is no
+    archive, CorruptArchiveError if a document is damaged, and then nothing was removed; StorageError.
+    """
+    archive = Archive.existing(path)
+    age = int(older_than * _HOUR)
+    if dry_run:
+        return _collect(archive, time.time_ns(), age, dry_run=True)
+    with locked(archive.path) as now:
+        return _collect(archive, now, age, dry_run=False)
+
+
+def _collect(archive: Archive, now: int, age: int, *, dry_run: bool) -> Collected:
+    # The blobs before the temporary files: then the save that put one of them, if it goes on, is found after it.
+    blobs = _blob_files(archive.path)
+    temporary = [found for found in archive.sweep(dry_run=dry_run) if not found.path.name.startswith(CLAIM)]
+    used = archive.used_blobs(archive.current_index())
+    forgotten = [found for found in temporary if found.abandoned is None and found.modified < now - _FORGOTTEN]
+    saves = [found.modified for found in temporary if not found.abandoned and found not in forgotten]
+    unused = {name: status for name, status in blobs.items() if name not in used}
+    gone = [
+        name
+        for name, status in unused.items()
+        if status.st_mtime_ns <= now - age and status.st_mtime_ns < min(saves, default=now + 1)
+    ]
+    if not dry_run:
+        with storage_errors("remove files from", archive.path):
+            files.sync_folder(archive.path)  # else a power cut could bring back an index that names what is gone
+            for path in [*(archive.path / oci.blob_file(name) for name in gone), *(found.path for found in forgotten)]:
+                with suppress(FileNotFoundError):
+                    os.unlink(path)
+
+    def listed(names: list[str]) -> tuple[CollectedFile, ...]:
+        return tuple(CollectedFile(oci.blob_file(name), unused[name].st_size) for name in sorted(names))
+
+    ended = [found for found in temporary if found.abandoned or found in forgotten]
+    return Collected(
+        dry_run=dry_run,
+        blobs=listed(gone),
+        temporary=tuple(CollectedFile(str(found.path.relative_to(archive.path)), found.bytes) for found in ended),
+        kept=listed([name for name in unused if name not in gone]),
+    )
+
+
+def _blob_files(root: Path) -> dict[str, os.stat_result]:
+    """The regular files that are called by a digest."""
+    folder = root / oci.BLOBS
+    found = {}
+    with storage_errors("list", folder):
+        for name in os.listdir(folder):
+            if _DIGEST.fullmatch(name):
+                with suppress(FileNotFoundError):
+                    status = os.lstat(folder / name)
+                    if stat.S_ISREG(status.st_mode):
+                        found[name] = status
+    return found
