@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import combinations
 from pathlib import Path
 
 import pytest
 
-from graphpack.archive.record import Blob, Record
+from graphpack.archive.record import Record
 from graphpack.archive.store import Archive
-from graphpack.errors import CorruptArchiveError, GraphpackError, NotFoundError, UnsupportedFormatError
+from graphpack.errors import GraphpackError
 from tests.matrix.conftest import GOLDEN
+from tests.matrix.damage import (
+    blob_of,
+    check_refused,
+    exchange,
+    files_of,
+    flipping,
+    is_blob,
+    is_text,
+    read_documents,
+    read_everything,
+    writable_copy,
+)
 
-NAMES = sorted(str(file.relative_to(GOLDEN)) for file in GOLDEN.rglob("*") if file.is_file())
-ZSTD = b"\x28\xb5\x2f\xfd"
-BLOBS = [name for name in NAMES if (GOLDEN / name).read_bytes().startswith(ZSTD)]
+NAMES = files_of(GOLDEN)
+BLOBS = [name for name in NAMES if is_blob(GOLDEN / name)]
 DOCUMENTS = [name for name in NAMES if name not in BLOBS]
 STEP = 16384
 SLICES = [(name, start) for name in BLOBS for start in range(0, (GOLDEN / name).stat().st_size, STEP)]
@@ -28,63 +35,12 @@ TAG = b"tiny-llama"
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A copy whose files can be written into; what came through git is writable by its owner."""
-    target = Path(shutil.copytree(GOLDEN, tmp_path / "copy"))
-    for file in target.rglob("*"):
-        file.chmod(0o755 if file.is_dir() else 0o644)
-    return target
+    return writable_copy(GOLDEN, tmp_path / "copy")
 
 
 @pytest.fixture(scope="module")
 def record() -> Record:
     return read_everything(GOLDEN)
-
-
-def blob_of(record: Record, name: str) -> Blob:
-    return next(blob for blob in record.blobs if name.endswith(blob.digest))
-
-
-def read_documents(archive: Path) -> Record:
-    (entry,) = Archive.open(archive).find(None)
-    return entry.record
-
-
-def read_everything(archive: Path) -> Record:
-    record = read_documents(archive)
-    opened = Archive.open(archive)
-    for blob in record.blobs:
-        opened.read_blob(blob)
-    return record
-
-
-def check_refused(reading: Callable[[], object], *names: str) -> None:
-    """Anything but these three errors, and success, is a failure."""
-    error = None
-    try:
-        reading()
-    except (CorruptArchiveError, NotFoundError, UnsupportedFormatError) as caught:
-        error = caught
-    assert error is not None, f"damage to {' and '.join(names)} was not noticed"
-    assert error.code in (3, 4, 5)
-    assert any(name in str(error) for name in names), str(error)
-
-
-@contextmanager
-def flipping(file: Path) -> Iterator[Callable[[int], None]]:
-    """Turns one bit of a byte: which one goes round with the position. Turned again, the file is as it was."""
-    data = file.read_bytes()
-    descriptor = os.open(file, os.O_RDWR)
-
-    def flip(position: int, bit: int | None = None) -> None:
-        mask = 1 << (position % 8 if bit is None else bit)
-        now = os.pread(descriptor, 1, position)[0]
-        os.pwrite(descriptor, bytes([now ^ mask]), position)
-
-    try:
-        yield flip
-    finally:
-        os.close(descriptor)
-    assert file.read_bytes() == data
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -102,14 +58,6 @@ def test_every_byte_of_a_document(name: str, copy: Path, record: Record) -> None
                 assert read_documents(copy) == record
             flip(position)
     assert read_documents(copy) == record
-
-
-def is_text(file: Path) -> bool:
-    try:
-        _, tag = json.loads(file.read_bytes())["manifests"][0]["annotations"].popitem()
-    except ValueError:
-        return False
-    return str(tag).isprintable()
 
 
 @pytest.mark.parametrize(("name", "start"), SLICES, ids=[f"{name[13:21]}-{start}" for name, start in SLICES])
@@ -157,13 +105,6 @@ def test_two_files_in_each_others_place(copy: Path, record: Record) -> None:
         check_refused(lambda: read_everything(copy), one, other)
         exchange(copy / one, copy / other)
     assert read_everything(copy) == record
-
-
-def exchange(one: Path, other: Path) -> None:
-    kept = one.with_name("kept")
-    one.rename(kept)
-    other.rename(one)
-    kept.rename(other)
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o444, 0o755])
