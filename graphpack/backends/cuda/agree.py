@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -18,7 +19,7 @@ from graphpack.errors import CaptureRefusedError, Problem
 from graphpack.graph import Region, TensorSpec
 from graphpack.regions import constant_specs, expected_regions, stored_specs
 
-Eager = Callable[[CapturedBucket], lockstep.Step]
+Eager = Callable[[CapturedBucket], AbstractContextManager[lockstep.Step]]
 """What a bucket's graph is compared with."""
 
 
@@ -54,7 +55,10 @@ def finish(
         images=encoded.images,
         environment=environment,
         zeroed=encoded.zeroed,
-        notes=tuple(f"{name} holds addresses, so that this entry cannot be moved" for name in encoded.pinned),
+        notes=(
+            *(f"{name} holds addresses, so that this entry cannot be moved" for name in encoded.pinned),
+            *encoded.notes,
+        ),
     )
 
 
@@ -68,7 +72,8 @@ def _agree(
 ) -> lockstep.Agreement:
     _zero(state)
     one.graph.instantiate()
-    return lockstep.run(eager(one) if eager else None, one.step, one.bucket, one.takes, one.gives[0], dtype)
+    with eager(one) if eager else nullcontext() as model:
+        return lockstep.run(model, one.step, one.bucket, one.takes, one.gives[0], dtype)
 
 
 def _zero(state: Mapping[str, torch.Tensor]) -> None:

@@ -7,7 +7,7 @@ as zero: a kernel that used it would fault in the proof, which then names these 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,8 +15,13 @@ import numpy as np
 from graphpack.backends.cuda.audit import PointerRange, RegionMap, Stray, find_words
 from graphpack.backends.cuda.builder import ColumnsBuilder
 from graphpack.backends.cuda.columns import GraphColumns
+from graphpack.backends.cuda.cubin import Image
+from graphpack.backends.cuda.trim import Variant, trim
 from graphpack.backends.cuda.walk import Function, Launch, Memcpy, Memset, WalkedGraph
 from graphpack.errors import CaptureRefusedError, Problem
+
+TRIMMING: Variant | None = None
+"""How images are trimmed to the kernels of an entry; None leaves them whole."""
 
 _MOST_PROBLEMS = 16
 
@@ -38,6 +43,37 @@ class Limits:
             max(self.carveout, other.carveout),
             self.non_portable_cluster or other.non_portable_cluster,
         )
+
+
+def trimmed(
+    graphs: Mapping[str, WalkedGraph], variant: Variant | None
+) -> tuple[dict[str, WalkedGraph], tuple[str, ...]]:
+    """The graphs with images of no more than the kernels that any of them launches, and why some stayed whole."""
+    if variant is None:
+        return dict(graphs), ()
+    images: dict[str, Image] = {}
+    kernels: dict[str, set[str]] = {}
+    for function in _functions(graphs.values()):
+        images[function.image.digest] = function.image
+        kernels.setdefault(function.image.digest, set()).add(function.name)
+    found = {digest: trim(image.data, kernels[digest], variant) for digest, image in images.items()}
+    small = {digest: Image(one.data) for digest, one in found.items()}
+    notes = tuple(f"image {digest[:12]} is kept whole: {one.whole}" for digest, one in found.items() if one.whole)
+    return {name: _with_images(graph, small) for name, graph in graphs.items()}, notes
+
+
+def _functions(graphs: Iterable[WalkedGraph]) -> Iterator[Function]:
+    return (node.function for graph in graphs for node in graph.nodes if isinstance(node, Launch))
+
+
+def _with_images(graph: WalkedGraph, images: Mapping[str, Image]) -> WalkedGraph:
+    nodes = (
+        replace(node, function=replace(node.function, image=images[node.function.image.digest]))
+        if isinstance(node, Launch)
+        else node
+        for node in graph.nodes
+    )
+    return replace(graph, nodes=tuple(nodes))
 
 
 def limits_of(graphs: Iterable[WalkedGraph]) -> dict[Identity, Limits]:

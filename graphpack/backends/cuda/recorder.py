@@ -17,7 +17,7 @@ from graphpack.archive.record import Layout
 from graphpack.backends.cuda import columns as c
 from graphpack.backends.cuda.audit import RegionMap
 from graphpack.backends.cuda.driver import driver
-from graphpack.backends.cuda.encode import encode_graph, limits_of
+from graphpack.backends.cuda.encode import TRIMMING, encode_graph, limits_of, trimmed
 from graphpack.backends.cuda.listener import listener
 from graphpack.backends.cuda.memory import TorchMemory
 from graphpack.backends.cuda.space import BASE_STEP, Space, base_of
@@ -35,7 +35,8 @@ _SCAN_BYTES = 1 << 30
 class EncodedGraphs:
     """The graphs by name, their images by digest, all memory they use, and the content of its constants.
     `pinned` are the weights and constants that hold addresses as data: where there are any, nothing can be moved.
-    `zeroed` are words that look like addresses of other memory: the proof must show that no kernel reads them."""
+    `zeroed` are words that look like addresses of other memory: the proof must show that no kernel reads them.
+    `notes` say why images hold more than they need to."""
 
     columns: Mapping[str, c.GraphColumns]
     images: Mapping[str, bytes]
@@ -43,6 +44,7 @@ class EncodedGraphs:
     constants: Mapping[str, bytes]
     pinned: tuple[str, ...]
     zeroed: tuple[Problem, ...]
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,7 @@ class MemoryRecorder:
             walked = {name: walker.walk(graph, name) for name, graph in graphs.items()}
         finally:
             walker.close()
+        walked, notes = trimmed(walked, TRIMMING)
         regions = self._regions(live)
         arena = RegionMap(self.space.base, self.space.bytes, regions)
         limits = limits_of(walked.values())
@@ -175,6 +178,7 @@ class MemoryRecorder:
             constants={region.name: self._contents[region.name] for region in kept if region.kind == "constant"},
             pinned=tuple(region.name for region in kept if self._holds_addresses(region)),
             zeroed=tuple(problem for _, problems in encoded.values() for problem in problems),
+            notes=notes,
         )
 
     def layout(self, regions: Sequence[Region], *, relocatable: bool) -> Layout:
