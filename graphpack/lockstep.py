@@ -40,19 +40,22 @@ Step = Callable[[Mapping[str, np.ndarray]], torch.Tensor]
 """Inputs by name -> the first output, `[batch, n]` and floating, on whatever device it is."""
 
 
+@contextmanager
 def eager(
     module: torch.nn.Module, inputs: tuple[TensorSpec, ...], state: tuple[TensorSpec, ...], device: str = "cpu"
-) -> Step:
+) -> Iterator[Step]:
     """The module itself, in evaluation mode, over state of its own that starts at zero."""
     kept = [torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device) for spec in state]
 
     def step(given: Mapping[str, np.ndarray]) -> torch.Tensor:
         tensors = [torch.from_numpy(given[spec.name]).view(getattr(torch, spec.dtype)).to(device) for spec in inputs]
-        with torch.no_grad(), evaluating(module):
+        with torch.no_grad():
             result = module(*tensors, *kept)
         return result if isinstance(result, torch.Tensor) else result[0]
 
-    return step
+    # Once for all steps: a large module has hundreds of parts to set and to set back.
+    with evaluating(module):
+        yield step
 
 
 def run(

@@ -43,8 +43,8 @@ def agree(restored: RestoredModel, change: Change) -> lockstep.Agreement:
 
     model = resolve("tiny-llama")
     module = model.build(model.open_weights(), "float32").module_for(BUCKET)
-    eager = lockstep.eager(module, graph.inputs, graph.state)
-    return lockstep.run(eager, perturbed, BUCKET, graph.inputs, graph.outputs[0], "float32")
+    with lockstep.eager(module, graph.inputs, graph.state) as eager:
+        return lockstep.run(eager, perturbed, BUCKET, graph.inputs, graph.outputs[0], "float32")
 
 
 def leave(step: int, logits: np.ndarray) -> None: ...
@@ -143,13 +143,13 @@ def test_equal_infinities_agree_and_do_not_widen_the_tolerance() -> None:
     shift = 0.0
     given = (TensorSpec(name="x", dtype="bfloat16", shape=(2, 8)),)
     gives = TensorSpec(name="y", dtype="bfloat16", shape=(2, 9))
-    eager = lockstep.eager(Masking(), given, ())
-    result = lockstep.run(eager, shifted, BUCKET, given, gives, "bfloat16")
-    assert result.deviation == 0
-    assert 0 < result.tolerance < 0.02 * 12
-    shift = 0.2
-    with pytest.raises(CaptureRefusedError):
-        lockstep.run(eager, shifted, BUCKET, given, gives, "bfloat16")
+    with lockstep.eager(Masking(), given, ()) as eager:
+        result = lockstep.run(eager, shifted, BUCKET, given, gives, "bfloat16")
+        assert result.deviation == 0
+        assert 0 < result.tolerance < 0.02 * 12
+        shift = 0.2
+        with pytest.raises(CaptureRefusedError):
+            lockstep.run(eager, shifted, BUCKET, given, gives, "bfloat16")
 
 
 def test_evaluation_is_for_the_time_of_the_run_only() -> None:

@@ -43,9 +43,9 @@ def agree(
         executable = CpuGraph(loaded_torch(), graph, found.code, memory)
         try:
             memory.reset_state()
-            eager = lockstep.eager(step.module_for(graph.bucket), graph.inputs, graph.state)
             output = graph.outputs[0]
-            result = lockstep.run(eager, _step(executable, output), graph.bucket, graph.inputs, output, dtype)
+            with lockstep.eager(step.module_for(graph.bucket), graph.inputs, graph.state) as model:
+                result = lockstep.run(model, _step(executable, output), graph.bucket, graph.inputs, output, dtype)
         finally:
             executable.close()
         proven.append(replace(graph, tolerance=result.tolerance, deviation=result.deviation))
