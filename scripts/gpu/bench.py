@@ -122,7 +122,7 @@ total = time.perf_counter() - start
 nodes = sum(graph.nodes for graph in model.record.graphs)
 print(json.dumps({"total": total, "nodes": nodes, "graphs": len(model.record.graphs), "spent": spent,
                   "us a node": (spent["build_graph"] + spent["instantiate"]) / nodes * 1e6,
-                  "weights GB/s": model.record.weights.bytes / spent["_from_files"] / 1e9, 
+                  "weights GB/s": model.record.weights.bytes / spent["_from_files"] / 1e9,
                   "stages": model.result.stages,
                   "identical": all(one.bit_identical for one in model.result.verified)}))
 """
