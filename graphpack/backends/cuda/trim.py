@@ -152,8 +152,6 @@ def _known(section: Section) -> tuple[str, str]:
 
 def _home(file: ImageFile, at: int, code: Mapping[str, int]) -> int:
     section = file.sections[at]
-    if not section.type:
-        return _ALWAYS
     role, name = _known(section)
     if role == _CODE:
         symbol = section.info & _SYMBOL_BITS
@@ -179,29 +177,28 @@ def _needed(image: _Image, kernels: Collection[str]) -> frozenset[int]:
     missing = sorted(kernel for kernel in kernels if f".text.{kernel}" not in code)
     if missing:
         raise UnknownImageError(f"no kernel {missing[0]}")
-    reached: dict[int, set[int]] = {}
-    for source, target in _references(image):
-        reached.setdefault(source, set()).add(target)
+    callees: dict[int, set[int]] = {}
+    for section in image.file.sections:
+        for caller, callee in _table(section) if section.type == _CALLS else ():
+            if callee < _FIRST_MARK:
+                callees.setdefault(image.home(caller), set()).add(image.home(callee))
     found: set[int] = set()
     new = {_ALWAYS, *(code[f".text.{kernel}"] for kernel in kernels)}
     while new:
         found |= new
-        new = set().union(*(reached.get(home, ()) for home in new)) - found
+        named = {image.home(symbol) for symbol in _named(image, new)}
+        new = named.union(*(callees.get(home, ()) for home in new)) - found
     return frozenset(found)
 
 
-def _references(image: _Image) -> Iterator[tuple[int, int]]:
-    """From home to home. That the whole image's attributes speak of a symbol does not make it needed."""
+def _named(image: _Image, homes: Collection[int]) -> Iterator[int]:
+    """The symbols that the sections of these homes name, except in the attributes of the whole image: what is said
+    there of a symbol does not make it needed."""
     for home, section in zip(image.homes, image.file.sections, strict=True):
-        if home == _NEVER:
-            continue
-        if section.type in (RELA, REL):
-            yield from ((home, image.home(target >> 32)) for _, target, *_ in _table(section))
-        elif section.type == _CALLS:
-            calls = (call for call in _table(section) if call[1] < _FIRST_MARK)
-            yield from ((image.home(caller), image.home(callee)) for caller, callee in calls)
-        elif section.type == _INFO and home != _ALWAYS:
-            yield from ((home, image.home(symbol)) for _, symbols, _ in _attributes(section) for symbol in symbols)
+        if home in homes and section.type in (RELA, REL):
+            yield from (target >> 32 for _, target, *_ in _table(section))
+        elif home in homes and home != _ALWAYS and section.type == _INFO:
+            yield from (symbol for _, symbols, _ in _attributes(section) for symbol in symbols)
 
 
 def _table(section: Section) -> Iterable[tuple[int, ...]]:
