@@ -125,6 +125,8 @@ def load(
     allow: Collection[str] = (),
     copy_weights: bool = False,
     lazy_graphs: bool = False,
+    trusted_keys: Collection[AnyPath] = (),
+    require_signature: bool = False,
     bind: Mapping[str, int] | None = None,
 ) -> RestoredModel:
     """Restore the entry `name`, or the only entry of the archive. Close the model after use, or use `with`.
@@ -132,6 +134,7 @@ def load(
     `weights` is the checkpoint directory; without it the built-in's own weights or the recorded directory are used.
     `verify` proves all it can: every blob and weight byte is hashed and the recorded inputs are replayed. `allow`
     waives environment fields by name. `copy_weights` copies weights instead of using the mapped checkpoint in place.
+    `trusted_keys` are files of public keys, by one of which the entry must be signed; see `graphpack.trust_settings`.
 
     On cuda, `lazy_graphs` builds a graph when it is first used. `bind` gives addresses of device memory that the caller
     holds for as long as the model: in it a region is neither filled nor zeroed.
@@ -150,6 +153,8 @@ def load(
         allow=frozenset(allow),
         copy_weights=copy_weights,
         lazy_graphs=lazy_graphs,
+        trusted_keys=tuple(Path(key) for key in trusted_keys),
+        require_signature=require_signature,
         bind=bind or {},
     )
     return opening.load_only(request)
@@ -160,8 +165,10 @@ def inspect(archive: AnyPath, name: str | None = None) -> dict[str, Any]:
     from pathlib import Path
 
     from graphpack import documents
+    from graphpack.trust_settings import find_policy
 
-    document = documents.inspect(Path(archive), () if name is None else (name,), graphs=True, kernels=True)
+    names = () if name is None else (name,)
+    document = documents.inspect(Path(archive), names, find_policy(), graphs=True, kernels=True)
     if document.refusal is not None:
         raise document.refusal
     return document.content

@@ -31,6 +31,8 @@ from graphpack.words import CPU_ISAS, DEVICE_WORDS, DTYPE_WORDS, LARGEST_SIZE, N
 DEFAULT_FILE = Path("graphpack.yaml")
 LARGEST_FILE = 64 * 1024
 DEEPEST = 8
+TRUST_KEYS = ("trusted_keys", "require_signature", "minimum_serial")
+"""A file that a working directory or an archive brings along must not say whom to trust, so they have their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +65,13 @@ def find_config(given: Path | None) -> Config:
 
 def read_config(file: Path) -> Config:
     """Read and check a file. UsageError names every problem by its dotted key."""
-    reader = _Reader(file.parent)
-    config = reader.config(_parse(file), file)
-    if reader.problems:
-        raise UsageError(f"{file} cannot be used", reader.problems)
+    reader = Reader(file.parent)
+    config = reader.config(parse(_content(file), file), file)
+    reader.finish(file)
     return config
 
 
-def _parse(file: Path) -> Any:
+def _content(file: Path) -> bytes:
     try:
         with file.open("rb") as stream:
             content = stream.read(LARGEST_FILE + 1)
@@ -80,6 +81,11 @@ def _parse(file: Path) -> Any:
         raise StorageError(f"cannot read {file}: {error.strerror}") from error
     if len(content) > LARGEST_FILE:
         raise UsageError(f"{file} is larger than {LARGEST_FILE} bytes, the most a configuration file may have")
+    return content
+
+
+def parse(content: bytes, file: Path) -> Any:
+    """The plain value of a YAML file. Raises UsageError for what costs much or means two things."""
     value = None
     try:
         text = content.decode()
@@ -130,30 +136,34 @@ def _position(mark: Any) -> str:
     return f"line {mark.line + 1}, column {mark.column + 1}"
 
 
-class _Reader:
+class Reader:
     """Plain values to dataclasses, collecting problems."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.problems: list[Problem] = []
 
+    def finish(self, file: Path) -> None:
+        if self.problems:
+            raise UsageError(f"{file} cannot be used", self.problems)
+
     def config(self, value: Any, file: Path) -> Config:
-        keys = self._map(value if value is not None else {}, "", ("archive_dir", "models"))
-        models = self._map(keys.get("models", {}), "models")
+        keys = self.map(value if value is not None else {}, "", ("archive_dir", "models"))
+        models = self.map(keys.get("models", {}), "models")
         for name in models:
             if not is_entry_name(name):
-                self._refuse(f"models.{shown(name)}", name, f"a name must be {NAME_WORDS}")
+                self.refuse(f"models.{shown(name)}", name, f"a name must be {NAME_WORDS}")
         return Config(
             file=file,
-            archive_dir=self._path(keys, "archive_dir", ""),
+            archive_dir=self.path(keys, "archive_dir", ""),
             models={name: self._model(item, f"models.{name}.") for name, item in models.items()},
         )
 
     def _model(self, value: Any, prefix: str) -> ModelConfig:
         known = ("path", "device", "dtype", "batch_sizes", "seq_lens", "cpu_isa")
-        keys = self._map(value if value is not None else {}, prefix.rstrip("."), known)
+        keys = self.map(value if value is not None else {}, prefix.rstrip("."), known)
         return ModelConfig(
-            path=self._path(keys, "path", prefix),
+            path=self.path(keys, "path", prefix),
             device=self._text(keys, "device", prefix, is_device, DEVICE_WORDS),
             dtype=self._choice(keys, "dtype", prefix, DTYPE_WORDS),
             batch_sizes=self._sizes(keys, "batch_sizes", prefix),
@@ -161,18 +171,20 @@ class _Reader:
             cpu_isa=self._choice(keys, "cpu_isa", prefix, CPU_ISAS),
         )
 
-    def _map(self, value: Any, where: str, known: tuple[str, ...] | None = None) -> dict[str, Any]:
+    def map(self, value: Any, where: str, known: tuple[str, ...] | None = None) -> dict[str, Any]:
         if not isinstance(value, dict):
-            self._refuse(where or "the file", value, "must be a map of keys to values")
+            self.refuse(where or "the file", value, "must be a map of keys to values")
             return {}
         prefix = f"{where}." if where else ""
         good: dict[str, Any] = {}
         for key, item in value.items():
             if not isinstance(key, str):
-                self._refuse(f"{prefix}{shown(key)}", key, "a key must be text; put it in quotes")
+                self.refuse(f"{prefix}{shown(key)}", key, "a key must be text; put it in quotes")
             elif known is not None and key not in known:
                 close = difflib.get_close_matches(key, known, n=1)
                 advice = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(known)}"
+                if key in TRUST_KEYS:
+                    advice = "only trust.yaml in the configuration of the user or the system says whom to trust"
                 self.problems.append(Problem(f"{prefix}{shown(key)}", here="unknown key", hint=advice))
             else:
                 good[key] = item
@@ -185,13 +197,13 @@ class _Reader:
         if key not in keys or (isinstance(value, str) and holds(value)):
             return value
         quotes = "" if isinstance(value, str) else "; put text in quotes"
-        self._refuse(f"{prefix}{key}", value, f"must be {words}{quotes}")
+        self.refuse(f"{prefix}{key}", value, f"must be {words}{quotes}")
         return None
 
     def _choice(self, keys: dict[str, Any], key: str, prefix: str, choices: tuple[str, ...]) -> str | None:
         return self._text(keys, key, prefix, lambda value: value in choices, "one of " + ", ".join(choices))
 
-    def _path(self, keys: dict[str, Any], key: str, prefix: str) -> Path | None:
+    def path(self, keys: dict[str, Any], key: str, prefix: str) -> Path | None:
         text = self._text(keys, key, prefix, lambda value: value != "" and "\0" not in value, "a path")
         return None if text is None else self.folder / Path(text).expanduser()
 
@@ -201,8 +213,8 @@ class _Reader:
             return None
         if isinstance(value, list) and value and all(type(item) is int and 1 <= item <= LARGEST_SIZE for item in value):
             return tuple(sorted(set(value)))
-        self._refuse(f"{prefix}{key}", value, "must be a list of whole numbers from 1, such as [1, 2, 4]")
+        self.refuse(f"{prefix}{key}", value, "must be a list of whole numbers from 1, such as [1, 2, 4]")
         return None
 
-    def _refuse(self, where: str, value: Any, advice: str) -> None:
+    def refuse(self, where: str, value: Any, advice: str) -> None:
         self.problems.append(Problem(where, here=shown(value), hint=advice))

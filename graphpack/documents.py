@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphpack.errors import GraphpackError
-from graphpack.results import BenchRow, LoadedEntry, SaveResult
+from graphpack.results import BenchRow, LoadedEntry, SaveResult, SignedEntry, VerifiedEntry
 from graphpack.schema import to_plain
 
 if TYPE_CHECKING:
     from graphpack.archive.record import Blob, Graph, Record
-    from graphpack.archive.store import Entry
+    from graphpack.archive.store import Archive, Entry
+    from graphpack.archive.trust import Policy
 
 SCHEMA_VERSION = 1
 
@@ -44,6 +45,14 @@ def of_load(archive: Path, entries: Sequence[tuple[LoadedEntry, Sequence[BenchRo
     return document("load", archive=archive, entries=rows)
 
 
+def of_sign(archive: Path, entries: Sequence[SignedEntry]) -> Document:
+    return document("sign", archive=archive, entries=to_plain(entries))
+
+
+def of_verify(archive: Path, level: str, entries: Sequence[VerifiedEntry]) -> Document:
+    return document("verify", archive=archive, level=level, entries=to_plain(entries))
+
+
 @dataclass(frozen=True, slots=True)
 class Inspection:
     """`refusal` is why `content` holds no more than the entries' headers."""
@@ -52,8 +61,19 @@ class Inspection:
     refusal: GraphpackError | None = None
 
 
-def inspect(path: Path, names: Sequence[str], *, graphs: bool = False, kernels: bool = False) -> Inspection:
-    """Read the archive's records and nothing else. A later format still shows its headers."""
+def inspect(
+    path: Path,
+    names: Sequence[str],
+    policy: Policy,
+    *,
+    strict: bool = False,
+    graphs: bool = False,
+    kernels: bool = False,
+) -> Inspection:
+    """Read the archive's records and signatures, and nothing else. A later format still shows its headers.
+
+    Entries that `policy` does not trust are described all the same, but with `strict` refused with UntrustedError.
+    """
     from graphpack.archive.check import check_features
     from graphpack.archive.store import Archive
     from graphpack.errors import UnsupportedFormatError
@@ -67,7 +87,10 @@ def inspect(path: Path, names: Sequence[str], *, graphs: bool = False, kernels: 
     except UnsupportedFormatError as error:
         headers = [{"magic": _magic(), **to_plain(header)} for header in archive.headers()]
         return Inspection(document("inspect", archive=path, entries=headers), error)
-    details = [_entry(entry, graphs=graphs, kernels=kernels) for entry in entries]
+    details = [
+        {**_entry(entry, graphs=graphs, kernels=kernels), "trust": _trust(archive, entry, policy, strict=strict)}
+        for entry in entries
+    ]
     return Inspection(document("inspect", archive=path, entries=details))
 
 
@@ -110,6 +133,21 @@ def _entry(entry: Entry, *, graphs: bool, kernels: bool) -> Document:
     if kernels:
         details["kernels"] = _kernels(record, sizes)
     return details
+
+
+def _trust(archive: Archive, entry: Entry, policy: Policy, *, strict: bool) -> Document:
+    """Whether a load would trust the entry, and each signature it has as the signature itself has it."""
+    from graphpack.archive.trust import signature_row, trust_entry
+    from graphpack.errors import UntrustedError
+
+    claimed = [to_plain(signature_row(signed.key, signed.statement)) for signed in archive.signatures(entry.ref)]
+    try:
+        trusted = trust_entry(archive, entry, policy)
+    except UntrustedError as error:
+        if strict:
+            raise
+        return {"trusted": False, "reason": error.message, "problems": error.as_dict()["problems"], "claimed": claimed}
+    return {"trusted": True, "reason": trusted.reason, "problems": [], "claimed": claimed}
 
 
 def _graph(graph: Graph, sizes: Mapping[str, Blob], *, whole: bool) -> Document:

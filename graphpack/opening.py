@@ -60,9 +60,13 @@ def _restored(
         wake(backend)
     from graphpack.config import find_config
     from graphpack.restore import restore_entry
+    from graphpack.trust_settings import find_policy
 
     config = find_config(request.config)
+    policy = find_policy(request.trusted_keys, request.require_signature)
     with ExitStack() as opened:
-        models = [opened.enter_context(restore_entry(archive, entry, request, config, observer)) for entry in entries]
+        models = [
+            opened.enter_context(restore_entry(archive, entry, request, config, policy, observer)) for entry in entries
+        ]
         opened.pop_all()
     return models

@@ -87,7 +87,7 @@ def _main(archive: str, digest: str, size: str, weights: str, device: str) -> in
             device=device,
             scatter=entry.record.entry.backend == "cuda" and entry.record.layout.relocatable,
         )
-        with restore_entry(opened, entry, request, Config(models={}), SilentObserver()) as model:
+        with restore_entry(opened, entry, request, Config(models={}), None, SilentObserver()) as model:
             if "torch" in sys.modules:
                 raise GraphpackError("restoring imported torch")
             kept = device == "cpu" and not _poisoned()

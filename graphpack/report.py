@@ -10,11 +10,12 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TextIO
 
 from graphpack.documents import Document
 from graphpack.errors import GraphpackError
-from graphpack.results import BenchRow, LoadedEntry, Observer, SaveResult
+from graphpack.results import BenchRow, LoadedEntry, Observer, Rung, SaveResult, SignedEntry, VerifiedEntry
 
 SECONDS_BETWEEN_LINES = 30.0
 WIDEST_PADDING = 60
@@ -94,13 +95,7 @@ def _loaded(entry: LoadedEntry) -> list[str]:
     facts: list[tuple[object, ...]] = [
         ("seconds", _stages(entry.stages)),
         ("weights", f"{size(entry.weights_bytes)}, {entry.weights_mode}"),
-        *(
-            (("ladder" if i == 0 else ""), _rung(rung.name, rung.state, rung.note))
-            for i, rung in enumerate(entry.ladder)
-        ),
-        ("proven", "; ".join(entry.proven) or "nothing"),
-        ("not proven", "; ".join(entry.not_proven) or "nothing left out"),
-        *(("note", note) for note in entry.notes),
+        *_proof(entry),
     ]
     verified = [
         (
@@ -121,8 +116,39 @@ def _loaded(entry: LoadedEntry) -> list[str]:
     ]
 
 
-def _rung(name: str, state: str, note: str) -> str:
-    return f"{state:<8} {name}{f' ({note})' if note else ''}"
+def _proof(entry: LoadedEntry | VerifiedEntry) -> list[tuple[object, ...]]:
+    return [
+        *((("" if i else "ladder"), _rung(rung)) for i, rung in enumerate(entry.ladder)),
+        ("proven", "; ".join(entry.proven) or "nothing"),
+        ("not proven", "; ".join(entry.not_proven) or "nothing left out"),
+        *(("note", note) for note in entry.notes),
+    ]
+
+
+def _rung(rung: Rung) -> str:
+    return f"{rung.state:<8} {rung.name}{f' ({rung.note})' if rung.note else ''}"
+
+
+def of_verify(entries: Sequence[VerifiedEntry]) -> list[str]:
+    lines: list[str] = []
+    for entry in entries:
+        lines += [f"verified {printable(entry.name)}", *columns(_proof(entry))]
+    return lines
+
+
+def of_sign(archive: Path, entries: Sequence[SignedEntry]) -> list[str]:
+    lines: list[str] = []
+    for entry in entries:
+        signature = entry.signature
+        facts = [
+            ("digest", entry.digest),
+            ("key", signature.key),
+            ("serial", signature.serial),
+            ("created", signature.created),
+            ("expires", signature.expires or "never"),
+        ]
+        lines += [f"signed: {printable(entry.name)} in {printable(archive)}", *columns(facts)]
+    return lines
 
 
 def _benched(rows: Sequence[BenchRow]) -> list[str]:
@@ -145,7 +171,7 @@ def _inspected(entry: Document) -> list[str]:
     for title in ("tag", "digest", "magic", "format", "producer", "features", "backend", "mode"):
         if title in entry:
             lines += _fields(title, _short(title, entry[title]))
-    for title in ("model", "weights", "layout", "settings"):
+    for title in ("trust", "model", "weights", "layout", "settings"):
         if title in entry:
             lines += _section(title, entry[title])
     for kind, fields in entry.get("environment", {}).items():

@@ -10,6 +10,7 @@ from graphpack import golden
 from graphpack.archive.check import check_features, check_record_layout, check_record_weights
 from graphpack.archive.record import Graph, Model, Record, Weights
 from graphpack.archive.store import Archive, Entry
+from graphpack.archive.trust import Policy, Trusted, trust_entry
 from graphpack.archive.validate import Ladder
 from graphpack.backends import Executable, Memory, Session, backend
 from graphpack.config import Config
@@ -47,24 +48,33 @@ from graphpack.stages import Stages
 
 
 def restore_entry(
-    archive: Archive, entry: Entry, request: LoadRequest, config: Config, observer: Observer
+    archive: Archive, entry: Entry, request: LoadRequest, config: Config, policy: Policy | None, observer: Observer
 ) -> RestoredModel:
-    """Climb the ladder for one entry."""
-    return _Restore(archive, entry, request, config, observer).run()
+    """Climb the ladder for one entry. Without a policy, the entry is one that this very save has written."""
+    return _Restore(archive, entry, request, config, policy, observer).run()
 
 
 class _Restore:
     """One climb. The methods stand in the order of the rungs."""
 
     def __init__(
-        self, archive: Archive, entry: Entry, request: LoadRequest, config: Config, observer: Observer
+        self,
+        archive: Archive,
+        entry: Entry,
+        request: LoadRequest,
+        config: Config,
+        policy: Policy | None,
+        observer: Observer,
     ) -> None:
         self._archive = archive
+        self._entry = entry
         self._record = entry.record
         self._name = entry.record.entry.name
         self._notes = list(entry.notes)
         self._request = request
         self._config = config
+        self._policy = policy
+        self._trusted = Trusted()
         self._observer = observer
         self._ladder = Ladder()
         self._stage = Stages(observer)
@@ -77,7 +87,7 @@ class _Restore:
             self._start(undo)
             with self._stage("read"):
                 self._read_blobs()
-            self._ladder.skipped("trust", "this version checks no signatures")
+                self._check_trust()
             with self._stage("environment"):
                 self._check_environment()
             self._session.prepare(self._record, self._blobs)
@@ -133,6 +143,14 @@ class _Restore:
             f"{len(read)} of {len(record.blobs)} blobs" if len(read) < len(record.blobs) else f"all {len(read)} blobs"
         )
         self._ladder.passed("integrity", f"{of_all} hashed")
+
+    def _check_trust(self) -> None:
+        if self._policy is None:
+            self._ladder.skipped("trust", "written by this save")
+            return
+        self._trusted = trust_entry(self._archive, self._entry, self._policy)
+        self._notes += self._trusted.notes
+        self._ladder.passed("trust", self._trusted.reason)
 
     def _check_environment(self) -> None:
         record, request = self._record, self._request
@@ -257,7 +275,8 @@ class _Restore:
 
     def _result(self, memory: Memory, verified: tuple[VerifiedBucket, ...]) -> LoadedEntry:
         proven = ["archive bytes read", "environment", "weight names, dtypes and shapes", "memory layout"]
-        not_proven = ["signature"]
+        not_proven: list[str] = []
+        (proven if self._trusted.statement else not_proven).append("signature")
         if self._request.verify:
             proven += ["every blob", "every weight byte"]
         else:
@@ -274,6 +293,7 @@ class _Restore:
             weights_mode=memory.weights_mode,
             proven=tuple(proven),
             not_proven=tuple(not_proven),
+            signature=self._trusted.row(),
             notes=tuple(self._notes),
         )
 

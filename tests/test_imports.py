@@ -20,10 +20,10 @@ LONGEST_MODULE = 400
 # A module imports only what stands before it.
 ORDER = """
     errors elf words process
-    schema dtypes graph results stages config convert
+    schema dtypes graph results stages config convert home
     archive archive.record archive.codec archive.oci archive.owner archive.files archive.lock archive.looks
-    archive.finding archive.check archive.signature archive.reading archive.store archive.collect
-    archive.validate
+    archive.finding archive.check archive.permissions archive.keys archive.signature archive.reading archive.store
+    archive.collect archive.trust archive.remembered archive.validate
     identity identity.environment identity.cpu_isa identity.digests identity.weights identity.layout identity.compat
     models models.step models.safetensors models.seeded models.weights models.architecture models.specs
     models.checkpoint models.presets models.decoder models.factory models.registry models.locate
@@ -40,10 +40,11 @@ ORDER = """
     backends.cuda.listener backends.cuda.walk backends.cuda.audit backends.cuda.encode
     backends.cuda.space backends.cuda.memory backends.cuda.recorder
     backends.cuda.watch backends.cuda.capture backends.cuda.agree backends.cuda.capturing
-    replay restore opening
+    trust_settings replay restore opening
+    signing contents verify
     freshness entry proof capture recorder
     documents report
-    cli.answer cli.options cli.save cli.load cli.inspect cli.models cli.completion cli
+    cli.answer cli.options cli.save cli.load cli.inspect cli.verify cli.sign cli.models cli.completion cli
     __main__
 """.split()  # noqa: SIM905 - rows are read more easily than seventy lines
 

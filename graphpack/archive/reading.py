@@ -159,10 +159,19 @@ class Reader:
         problems: list[Problem] = []
         for blob in record.blobs:
             try:
-                files.check_size(self.path, oci.blob_file(blob.digest), blob.size, "its record")
+                self.look_at(blob)
             except CorruptArchiveError as error:
                 problems += error.problems
         return problems
+
+    def look_at(self, blob: Blob) -> os.stat_result:
+        """The status of a blob's file, which is there and has its size.
+
+        Raises CorruptArchiveError, StorageError.
+        """
+        name = oci.blob_file(blob.digest)
+        files.check_size(self.path, name, blob.size, "its record", self.opened)
+        return self.opened[name]
 
     def signatures(self, ref: EntryRef) -> tuple[Signed, ...]:
         """The signatures of an entry that `index.json` lists, whoever made them and whatever they are worth.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from graphpack import __version__
-from graphpack.cli import completion, inspect, load, models, save
+from graphpack.cli import completion, inspect, load, models, save, sign, verify
 from graphpack.cli.answer import EXIT_CODES, examples, exits
 
 
@@ -25,5 +25,14 @@ def cli() -> None:
     """Capture a model's decode graphs once; restore them, without capturing again, in every process they fit."""
 
 
-for _command in (save.save, load.load, inspect.inspect, models.models, completion.completion):
+for _command in (
+    save.save,
+    load.load,
+    inspect.inspect,
+    verify.verify,
+    sign.sign,
+    sign.keygen,
+    models.models,
+    completion.completion,
+):
     cli.add_command(_command)

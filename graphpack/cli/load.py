@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from graphpack.cli.answer import EXIT_CODES, Answer, command, examples, exits
-from graphpack.cli.options import PATH, device, weights_directory
+from graphpack.cli.options import PATH, device, trust_options, weights_directory
 from graphpack.errors import UsageError
 
 BENCH_SECONDS = 2.0
@@ -44,6 +44,7 @@ BENCH_SECONDS = 2.0
 @click.option("--copy-weights", is_flag=True, help="Copy weights instead of using the mapped checkpoint in place.")
 @click.option("--lazy-graphs", is_flag=True, help="On cuda: build a graph when it is first used.")
 @click.option("--config", type=PATH, metavar="FILE", help="Find weights through FILE, not ./graphpack.yaml.")
+@trust_options
 def load(
     archive: Path,
     names: tuple[str, ...],
@@ -55,6 +56,8 @@ def load(
     copy_weights: bool,
     lazy_graphs: bool,
     config: Path | None,
+    trusted_keys: tuple[Path, ...],
+    require_signature: bool,
 ) -> Answer:
     """Restore the entries of ARCHIVE and say what was proven.
 
@@ -76,6 +79,8 @@ def load(
         allow=frozenset(allow),
         copy_weights=copy_weights,
         lazy_graphs=lazy_graphs,
+        trusted_keys=trusted_keys,
+        require_signature=require_signature,
         config=settings.file,
     )
     from graphpack import documents, opening, report

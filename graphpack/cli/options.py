@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +49,17 @@ class NamedPath(click.Path):
 
 
 PATH = NamedPath(path_type=Path)
+
+
+def trust_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that say whose archives are taken. More is said by `trust_settings`."""
+    keys = click.option(
+        "--trusted-key",
+        "trusted_keys",
+        multiple=True,
+        type=PATH,
+        metavar="FILE",
+        help="Require a signature by this public key; repeatable, then by any of them.",
+    )
+    required = click.option("--require-signature", is_flag=True, help="Refuse unsigned entries.")
+    return keys(required(function))

@@ -17,6 +17,7 @@ import pytest
 from graphpack.archive import codec, oci
 from graphpack.archive.check import check_record_layout, check_record_weights, decode_record
 from graphpack.archive.record import Record
+from graphpack.archive.signature import Statement
 from graphpack.schema import field_types, to_plain
 from tests.archive.build import HEADER, identity, packed, sha256
 from tests.archive.independent_reader import parse_record
@@ -96,6 +97,17 @@ def test_each_table_is_its_dataclass(cls: type) -> None:
     assert all(len(row) == 4 and row[3] for row in table), "each field has a meaning"
 
 
+def test_the_table_of_a_signature_is_the_statement() -> None:
+    """The digest of the manifest stands in the statement's subject and not in its predicate."""
+    expected = [
+        [f"`{name}`", kind, "; ".join(rules)]
+        for name, hint in field_types(Statement).items()
+        for kind, rules in [described(hint)]
+        if name != "manifest"
+    ]
+    assert [row[:3] for row in rows(section("### What it is"))] == expected
+
+
 def test_no_table_is_left_over() -> None:
     assert re.findall(r"^#### (\w+)$", section("### Fields"), re.MULTILINE) == list(parts(Record))
 
@@ -110,7 +122,7 @@ def test_the_limits_are_the_constants() -> None:
         module, _, name = constant.strip("`").rpartition(".")
         assert getattr(importlib.import_module(f"graphpack.{module}"), name) == number(value), constant
         listed.add(f"{module}.{name}")
-    for module in ("archive.codec", "archive.oci", "archive.check"):
+    for module in ("archive.codec", "archive.oci", "archive.check", "archive.signature"):
         source = Path(importlib.import_module(f"graphpack.{module}").__file__ or "").read_text()
         assert {f"{module}.{name}" for name in re.findall(r"^([A-Z]\w*_LIMIT) = ", source, re.MULTILINE)} <= listed
 
@@ -193,4 +205,5 @@ def test_the_media_types() -> None:
         "image": oci.IMAGE_TYPE,
         "golden": oci.GOLDEN_TYPE,
         "constants": oci.CONSTANTS_TYPE,
+        "signature": oci.BUNDLE_TYPE,
     }

@@ -29,7 +29,17 @@ IDS = [" ".join(path) for path, _ in COMMANDS]
 
 
 def test_only_what_is_built_is_there() -> None:
-    assert set(IDS) == {"save", "load", "inspect", "models", "models make", "completion"}
+    assert set(IDS) == {
+        "save",
+        "load",
+        "inspect",
+        "verify",
+        "sign",
+        "keygen",
+        "models",
+        "models make",
+        "completion",
+    }
 
 
 @pytest.mark.parametrize("path", [path for path, _ in COMMANDS], ids=IDS)

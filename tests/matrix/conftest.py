@@ -1,4 +1,4 @@
-"""The golden archive, and copies of it whose blobs are links."""
+"""The golden archive, and copies of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GOLDEN = Path(__file__).parents[1] / "archives" / "cpu-1.0"
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The golden archive where links can be made to its blobs. Nobody writes into them."""
+    """The golden archive. Nobody writes into it."""
     return Path(shutil.copytree(GOLDEN, tmp_path_factory.mktemp("golden") / "base"))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -38,16 +37,7 @@ DOCUMENTS = ("header", "manifest", "index", "oci-layout", "content", "columns", 
 
 
 def clone(base: Path, target: Path) -> Path:
-    """A copy whose blobs are links to those of `base`: replace them, never write into them."""
-    shutil.copytree(base, target, copy_function=_link_blobs)
-    return target
-
-
-def _link_blobs(source: str, target: str) -> None:
-    if "/blobs/" in source:
-        os.link(source, target)
-    else:
-        shutil.copyfile(source, target)
+    return Path(shutil.copytree(base, target))
 
 
 def apply(archive: Path, row: Row) -> dict[str, Any]:

@@ -1,0 +1,65 @@
+"""What the blobs of an entry hold, checked as far as it can be without a device and without loading any of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from graphpack import golden
+from graphpack.archive.oci import blob_file
+from graphpack.archive.record import Record
+from graphpack.errors import CorruptArchiveError, Problem
+from graphpack.regions import unpack_constants
+
+
+def check_contents(record: Record, blobs: Mapping[str, bytes]) -> None:
+    """Decode every blob, `blobs` being their content by digest, and compare it with what the record says.
+
+    Raises CorruptArchiveError.
+    """
+    objects = _cuda_problems if record.entry.backend == "cuda" else _cpu_problems
+    problems = [*_constants(record, blobs), *objects(record, blobs)]
+    for graph in record.graphs:
+        where = blob_file(graph.golden)
+        found = golden.decode(blobs[graph.golden], graph.bucket, graph.inputs, graph.outputs[0], where)
+        if found.steps != graph.golden_steps:
+            problems.append(Problem(where, f"{graph.golden_steps} steps", f"{found.steps} steps in the blob"))
+    if problems:
+        raise CorruptArchiveError(f"blobs of entry '{record.entry.name}' are not what its record describes", problems)
+
+
+def _constants(record: Record, blobs: Mapping[str, bytes]) -> Iterator[Problem]:
+    if record.constants and unpack_constants(blobs[record.constants], record.layout.regions) is None:
+        here = "another length than the constant regions of the layout"
+        yield Problem(blob_file(record.constants), f"{len(blobs[record.constants])} bytes", here)
+
+
+def _cpu_problems(record: Record, blobs: Mapping[str, bytes]) -> Iterator[Problem]:
+    from graphpack.backends.cpu.policy import check_described, check_object
+
+    for graph in record.graphs:
+        code, where = blobs[graph.object], blob_file(graph.object)
+        yield from check_object(code, record.environment.machine, where) or check_described(code, record, graph, where)
+
+
+def _cuda_problems(record: Record, blobs: Mapping[str, bytes]) -> Iterator[Problem]:
+    from graphpack.backends.cuda.columns import decode, topology
+    from graphpack.backends.cuda.images import check_image
+
+    capability = record.environment.cuda.capability if record.environment.cuda else ""
+    images: dict[str, str] = {}
+    for graph in record.graphs:
+        where = blob_file(graph.object)
+        columns = decode(blobs[graph.object], where, record.layout.regions)
+        found = {
+            "topology": (graph.topology, topology(columns)),
+            "nodes": (graph.nodes, len(columns.kinds)),
+            "images": (len(graph.images), len(columns.names.images)),
+        }
+        yield from (
+            Problem(f"{where}: {name}", str(archived), f"{here} in the blob")
+            for name, (archived, here) in found.items()
+            if archived != here
+        )
+        images |= dict(zip(graph.images, columns.names.images, strict=False))
+    for blob, digest in images.items():
+        yield from check_image(blobs[blob], digest, capability, blob_file(blob))

@@ -1,0 +1,73 @@
+"""Signing entries: the holder of a key stands by what is in an archive now."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from graphpack.archive.keys import PublicKey, read_private_key
+from graphpack.archive.permissions import check_permissions
+from graphpack.archive.signature import Signed, Statement, encode_bundle, message_of, time_text
+from graphpack.archive.store import Archive, Entry
+from graphpack.archive.trust import signature_row
+from graphpack.errors import Problem, UntrustedError, UsageError
+from graphpack.results import SignedEntry
+from graphpack.schema import COUNT_LIMIT
+
+LONGEST_DAYS = 36500
+
+
+def sign(
+    path: Path, key: Path, names: Sequence[str] = (), *, serial: int | None = None, days: int | None = None
+) -> list[SignedEntry]:
+    """Sign these entries, or all, until `days` from now or for ever. Every blob of theirs is read and hashed before.
+
+    `serial` is by default the seconds since 1970, and in any case larger than that of the key's last signature of the
+    entry. Raises NotFoundError, CorruptArchiveError, UnsupportedFormatError; UntrustedError where others may have
+    changed the archive or read the key; UsageError, StorageError. Entries before the one that failed are signed.
+    """
+    if not (serial is None or 0 <= serial <= COUNT_LIMIT) or not (days is None or 1 <= days <= LONGEST_DAYS):
+        raise UsageError(f"a serial is 0 to {COUNT_LIMIT}, a time to expire 1 to {LONGEST_DAYS} days")
+    private = read_private_key(key)
+    archive = Archive.open(path)
+    entries = archive.find(names or None)
+    for entry in entries:
+        for blob in entry.record.blobs:
+            archive.read_blob(blob)
+    permissions = check_permissions(path, archive.opened, os.geteuid())
+    if permissions:
+        raise UntrustedError("others may have changed what would be signed", permissions)
+    signed = []
+    for entry in entries:
+        now = datetime.now(UTC).replace(microsecond=0)
+        last = _last_serial(archive.signatures(entry.ref), private.public)
+        statement = Statement(
+            manifest=entry.ref.digest,
+            entry=entry.name,
+            format=entry.record.format,
+            serial=_next_serial(entry, last, serial, int(now.timestamp())),
+            created=time_text(now),
+            expires=None if days is None else time_text(now + timedelta(days=days)),
+        )
+        fingerprint = private.public.fingerprint
+        archive.add_signature(entry.ref, encode_bundle(statement, private.sign(message_of(statement)), fingerprint))
+        row = signature_row(fingerprint, statement)
+        signed.append(SignedEntry(name=entry.name, digest=entry.ref.digest, signature=row))
+    return signed
+
+
+def _last_serial(signatures: Sequence[Signed], key: PublicKey) -> int:
+    """Of this key's own signatures, -1 without one: another's could have any number."""
+    own = (signed for signed in signatures if signed.key == key.fingerprint)
+    return max((signed.statement.serial for signed in own if key.made(signed.signature, signed.message)), default=-1)
+
+
+def _next_serial(entry: Entry, last: int, asked: int | None, default: int) -> int:
+    if asked is None:
+        return max(default, last + 1)
+    if asked <= last:
+        problem = Problem(f"entry '{entry.name}'", str(last), str(asked), f"give --serial {last + 1} or more")
+        raise UsageError("a serial only grows", [problem])
+    return asked
