@@ -306,7 +306,7 @@ def _moved(image: _Image, at: int, moves: _Moves) -> Section:
     """A section with the new numbers."""
     section = image.file.sections[at]
     if section.type == SYMBOLS:
-        info = sum(symbol < section.info for symbol in moves.symbols)
+        info = max((new + 1 for old, new in moves.symbols.items() if old < section.info), default=0)
     elif at and image.homes[at] == at:
         info = section.info & ~_SYMBOL_BITS | moves.symbol(section.info & _SYMBOL_BITS)
     else:

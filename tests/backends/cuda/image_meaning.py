@@ -29,9 +29,10 @@ def meaning_of(data: bytes) -> dict[str, Any]:
         for name, kind, other, section, value, size in iter_unpack("<IBBHQQ", tables[0].data())
     ]
     note = file["e_flags"] >> 24
+    first = tables[0]["sh_info"]
     found: dict[str, Any] = {
         "": (file["e_flags"] & 0xFFFFFF, sections[note].name),
-        ".symtab": [symbol for symbol in symbols if symbol[0]],
+        ".symtab": [(symbol, at < first) for at, symbol in enumerate(symbols) if symbol[0]],
     }
     for one in sections:
         if one.name in ("", ".symtab", ".strtab", ".shstrtab"):
@@ -73,11 +74,12 @@ def check_meaning(data: bytes, result: bytes, kernels: list[str]) -> None:
     """What is there says what it said, and names nothing that is gone."""
     before, after = meaning_of(data), meaning_of(result)
     assert {f".text.{kernel}" for kernel in kernels} <= after.keys()
-    kept = [symbol for symbol in before[".symtab"] if symbol[3] in after]
+    kept = [(symbol, first) for symbol, first in before[".symtab"] if symbol[3] in after]
     assert after.pop(".symtab") == kept
+    assert ELFFile(io.BytesIO(result))["e_shoff"] % 8 == 0
     for name, (header, content) in ((name, value) for name, value in after.items() if name):
         if name in (".nv.info", ".nv.callgraph"):
-            alive = [("", 0, 0, "", 0, 0), *kept]
+            alive = [("", 0, 0, "", 0, 0), *(symbol for symbol, _ in kept)]
             spoken_of = [(entry[2][0] if name == ".nv.info" else entry[0]) for entry in before[name][1]]
             expected = [entry for entry, of in zip(before[name][1], spoken_of, strict=True) if of in alive]
             assert (header, content) == (before[name][0], expected)

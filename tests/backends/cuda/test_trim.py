@@ -123,6 +123,13 @@ def test_memory_of_a_segment_counts_what_is_left() -> None:
     assert loaded(short(linked(), ["mul"]))[2] == (6, 16, 16 + 1024 + 28)
 
 
+@pytest.mark.parametrize("variant", SHORTER)
+def test_the_bound_of_local_symbols_stays_between_the_same(variant: Variant) -> None:
+    image = linked()
+    image.at(".symtab").info = image.number("__assertfail")
+    check_meaning(image.bytes(), short(image, ["mul"], variant), ["mul"])
+
+
 def test_a_segment_goes_with_its_last_section() -> None:
     image = linked()
     image.pieces.remove(image.at(".rela.nv.constant4"))
