@@ -23,6 +23,14 @@ class FakeFunction:
     layout: tuple[tuple[int, int], ...] = ((0, 8), (8, 4))
     shared_limit: int = 0
     defaults: dict[int, bytes] = field(default_factory=dict)
+    carveout: int = -1
+    non_portable_cluster: bool = False
+    module: int = MODULE
+    code: bytes = b""
+
+    @property
+    def image(self) -> Image:
+        return Image(self.code or cubin(self.name))
 
 
 class CapturingDriver:
@@ -77,8 +85,11 @@ class CapturingDriver:
         self.edges.setdefault(graph, []).append((source, target, *ports))
 
     def images(self) -> ImageTable:
-        """One image for each function, of the one module that they are in."""
-        return ImageTable({MODULE: tuple(Image(cubin(f.name)) for f in self.functions.values())}, ())
+        """The images that each module was loaded from."""
+        modules: dict[int, tuple[Image, ...]] = {}
+        for function in self.functions.values():
+            modules[function.module] = (*modules.get(function.module, ()), function.image)
+        return ImageTable(modules, ())
 
     # What the walker asks.
 
@@ -135,12 +146,16 @@ class CapturingDriver:
         return self.functions[function].name
 
     def function_module(self, function: int) -> int:
-        assert function in self.functions
-        return MODULE
+        return self.functions[function].module
 
     def function_parameters(self, function: int) -> tuple[tuple[int, int], ...]:
         return self.functions[function].layout
 
     def function_attribute(self, function: int, attribute: int) -> int:
-        limits = {structs.FUNC_MAX_DYNAMIC_SHARED: self.functions[function].shared_limit, structs.FUNC_CARVEOUT: -1}
-        return limits.get(attribute, 0)
+        described = self.functions[function]
+        values = {
+            structs.FUNC_MAX_DYNAMIC_SHARED: described.shared_limit,
+            structs.FUNC_CARVEOUT: described.carveout,
+            structs.FUNC_NON_PORTABLE_CLUSTER: int(described.non_portable_cluster),
+        }
+        return values[attribute]
