@@ -49,9 +49,14 @@ def looks_like(path: Path) -> str:
         if stat.S_ISDIR(mode):
             return _directory(sorted(os.listdir(path)))
         if stat.S_ISREG(mode):
-            with path.open("rb") as file:
+            with open(path, "rb", opener=_open_at_once) as file:
                 return f"looks like {_file(file.read(_SNIFFED), path.suffix)}"
     return "looks like " + next((kind for matches, kind in _KINDS if matches(mode)), "something else than a directory")
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Something else may have taken the file's place; opening a FIFO would wait for a writer."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def interrupted_save(path: Path) -> bool:

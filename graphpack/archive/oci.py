@@ -124,7 +124,8 @@ def decode_index(data: bytes) -> Index:
 
 
 def parse_index(document: Plain) -> Index:
-    if document.get("schemaVersion") != 2 or type(document.get("manifests")) is not list:
+    version: Any = document.get("schemaVersion")
+    if type(version) is not int or version != 2 or type(document.get("manifests")) is not list:
         raise corrupt(INDEX_FILE, "not an OCI image index")
     descriptors = tuple(
         parse_descriptor(raw, f"manifests[{position}]", INDEX_FILE)
@@ -223,7 +224,7 @@ def decode_signature_manifest(data: bytes, named: Descriptor) -> SignatureManife
     found = SignatureManifest(
         parse_descriptor(layers[0], "layers[0]", where), parse_descriptor(document.get("subject"), "subject", where)
     )
-    if document != _signature_document(found) or named.media_type != MANIFEST_TYPE:
+    if encode_json(document) != encode_json(_signature_document(found)) or named.media_type != MANIFEST_TYPE:
         raise corrupt(where, "not a signature that graphpack writes")
     return found
 
@@ -257,9 +258,9 @@ def record_descriptor(document: dict[str, Any], where: str) -> Descriptor:
 def check_manifest(document: dict[str, Any], record: Descriptor, blobs: Sequence[Blob], where: str) -> None:
     """The manifest must say what the record says, and nothing else. Raises CorruptArchiveError."""
     expected = _manifest_document(record, blobs)
-    if document != expected:
+    if encode_json(document) != encode_json(expected):  # to Python, 2.0 and 2 are equal
         keys = sorted(expected.keys() | document.keys())
-        wrong = [shown(key) for key in keys if document.get(key) != expected.get(key)]
+        wrong = [shown(key) for key in keys if encode_json(document.get(key)) != encode_json(expected.get(key))]
         raise corrupt(where, f"does not agree with its record about {', '.join(wrong)}")
 
 

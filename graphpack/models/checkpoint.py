@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -125,12 +126,21 @@ def _other_weights(names: set[str]) -> list[Problem]:
 
 def _read_json(path: Path, limit: int) -> dict[str, Any]:
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=_open_regular) as file:
             return parse_object(file.read(limit + 1), limit)
     except ValueError as error:
         raise WeightsMismatchError(f"{path}: {error}") from error
     except OSError as error:
         raise StorageError(f"{path}: cannot read: {error.strerror}") from error
+
+
+def _open_regular(path: str, flags: int) -> int:
+    """Without waiting, as opening a named pipe would. Raises ValueError for what is no regular file, OSError."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError("it is not a regular file")
+    return descriptor
 
 
 def _open_files(directory: Path, names: Sequence[str]) -> list[WeightFile]:

@@ -47,12 +47,20 @@ def locate_weights(record: Record, given: Path | None, configured: Path | None) 
         return Located(*_builtin(record.model))
     hint = record.informational.get(SOURCE_PATH)
     # Empty for weights that were made in memory; as a path that would be the current directory.
-    if hint and type(hint) is str and Path(hint).is_dir():
+    if hint and type(hint) is str and _is_directory(hint):
         note = f"weights taken from where they were saved from: {shown(hint, 400)}"
         return Located(*_open(record, Path(hint)), (note,))
     name = record.entry.name
     problem = Problem("weights", shown(hint) if hint else "", "not found", f"pass --weights {name}=DIR")
     raise WeightsMismatchError(f"the weights of entry '{name}' are nowhere to be found", [problem])
+
+
+def _is_directory(hint: str) -> bool:
+    """Not for a text that cannot be a path here."""
+    try:
+        return Path(hint).is_dir()
+    except OSError:
+        return False
 
 
 def _open(record: Record, directory: Path) -> tuple[WeightSource, DecoderConfig | None]:
@@ -104,5 +112,6 @@ def _sides(old: Any, new: Any) -> tuple[str, str]:
 
 
 def _more(these: list[Any], others: list[Any]) -> str:
-    only = [item for item in these if item not in others]
+    known = {repr(item) for item in others}
+    only = [item for item in these if repr(item) not in known]
     return f"also {shown(only)}" if only else "nothing else"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from graphpack.archive.record import Features, FormatVersion, Graph, Record
 from graphpack.archive.store import Archive
 from graphpack.errors import CorruptArchiveError, GraphpackError, Problem, UnsupportedFormatError
 from graphpack.graph import Bucket
-from graphpack.schema import to_plain
+from graphpack.schema import PROBLEM_LIMIT, to_plain
 from tests.archive.build import DELETE, frame, make_record, read_record, reseal, seal_record
 
 
@@ -327,3 +328,39 @@ def test_unknown_keys_beside_unknown_features() -> None:
     plain["later"] = 1
     with pytest.raises(UnsupportedFormatError, match="needs a newer graphpack"):
         decode_record(frame(plain), "FILE")
+
+
+# --- Records that ask for a lot of work
+
+
+def test_a_record_full_of_damage_is_not_read_to_its_end() -> None:
+    plain = {**to_plain(make_record()), "graphs": [None] * 200_000}
+    started = time.process_time()
+    with pytest.raises(CorruptArchiveError) as caught:
+        decode_record(frame(plain), "record")
+    assert time.process_time() - started < 1
+    assert len(caught.value.problems) == PROBLEM_LIMIT
+    assert where(list(caught.value.problems))[-1] == f"graphs[{PROBLEM_LIMIT - 1}]"
+
+
+def test_more_buckets_than_anybody_counts() -> None:
+    record = make_record()
+    many = tuple(range(1, 100_001))
+    started = time.process_time()
+    problems = check_record_layout(replace(record, settings=replace(record.settings, batch_sizes=many, seq_lens=many)))
+    assert time.process_time() - started < 1
+    assert Problem("graphs", "2", "10000000000 asked for in settings") in problems
+
+
+@pytest.mark.parametrize("path", ["weights.tensors.0", "layout.regions.0", "graphs.0.state.0"])
+def test_a_tensor_of_more_dimensions_than_torch_has(archive: Path, path: str) -> None:
+    """Its size would be a number of any length."""
+    shape = read_record(archive)
+    for key in path.split("."):
+        shape = shape[int(key) if key.isdigit() else key]
+    reseal(archive, f"{path}.shape", [*shape["shape"], *[1] * (64 - len(shape["shape"]))])
+    Archive.open(archive).find(None)
+    reseal(archive, f"{path}.shape", [2**53 - 1] * 65)
+    error = refusal(archive)
+    assert error.code == 4
+    assert "at most 64" in str(error)

@@ -353,7 +353,13 @@ def test_descriptors_that_cannot_be_ours(archive: Path, change: dict[str, Any]) 
 
 @pytest.mark.parametrize(
     "index",
-    [{}, {"schemaVersion": 1, "manifests": []}, {"schemaVersion": 2}, {"schemaVersion": 2, "manifests": [1]}],
+    [
+        {},
+        {"schemaVersion": 1, "manifests": []},
+        {"schemaVersion": 2.0, "manifests": []},
+        {"schemaVersion": 2},
+        {"schemaVersion": 2, "manifests": [1]},
+    ],
 )
 def test_documents_that_are_no_index(archive: Path, index: Any) -> None:
     write_index(archive, index)
@@ -384,6 +390,7 @@ def test_resealing_alone_changes_nothing(archive: Path) -> None:
     [
         ("layers", []),
         ("schemaVersion", 1),
+        ("schemaVersion", 2.0),
         ("mediaType", "text/plain"),
         ("annotations", {"a": "b"}),
         ("subject", {}),

@@ -220,6 +220,16 @@ def test_faults_of_config_json(content: bytes, reason: str, checkpoint: Path) ->
     assert refusal(checkpoint) == (7, f"DIR/config.json: {reason}")
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+def test_a_named_pipe_is_not_waited_for(name: str, checkpoint: Path) -> None:
+    (checkpoint / name).unlink(missing_ok=True)
+    os.mkfifo(checkpoint / name)
+    code, text = refusal(checkpoint)
+    assert code == 7
+    assert "not a regular file" in text
+    assert name in text
+
+
 # Tied embeddings.
 
 
