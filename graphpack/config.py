@@ -55,6 +55,10 @@ class Config:
     archive_dir: Path | None = None
     models: dict[str, ModelConfig]
 
+    def device_of(self, name: str) -> str | None:
+        model = self.models.get(name)
+        return model.device if model else None
+
 
 def find_config(given: Path | None) -> Config:
     """The file given, else `graphpack.yaml` in the working directory, else nothing. No other place is looked at."""

@@ -1,6 +1,5 @@
-"""A load from its start: what is to be restored is known before the modules that restore it are imported.
-
-A device driver takes longer to start than all of them take to import, so it starts first.
+"""A load from its start. A device takes longer to start than everything that restores takes to import, so it starts
+first: its driver at a glance at the archive, its context once the entries are known.
 """
 
 from __future__ import annotations
@@ -9,13 +8,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from graphpack.archive.store import Archive, Entry
-from graphpack.backends import wake
+from graphpack.archive.glance import mentions
+from graphpack.backends import BLOB_TYPES, hold, wake
 from graphpack.errors import Problem, UsageError
-from graphpack.identity.compat import check_allowed
 from graphpack.results import LoadRequest, Observer, SilentObserver
 
 if TYPE_CHECKING:
+    from graphpack.archive.store import Archive, Entry
     from graphpack.replay import RestoredModel
 
 
@@ -42,6 +41,12 @@ def load_only(request: LoadRequest) -> RestoredModel:
 
 
 def _open(request: LoadRequest) -> tuple[Archive, list[Entry]]:
+    for backend, blob_type in BLOB_TYPES.items():
+        if mentions(request.archive, blob_type):
+            wake(backend)
+    from graphpack.archive.store import Archive
+    from graphpack.identity.compat import check_allowed
+
     check_allowed(request.allow)
     archive = Archive.open(request.archive)
     entries = archive.find(request.names or None)
@@ -56,15 +61,18 @@ def _open(request: LoadRequest) -> tuple[Archive, list[Entry]]:
 def _restored(
     archive: Archive, entries: Sequence[Entry], request: LoadRequest, observer: Observer
 ) -> list[RestoredModel]:
-    for backend in {entry.record.entry.backend for entry in entries}:
-        wake(backend)
     from graphpack.config import find_config
-    from graphpack.restore import restore_entry
     from graphpack.trust_settings import find_policy
 
     config = find_config(request.config)
     policy = find_policy(request.trusted_keys, request.require_signature)
-    with ExitStack() as opened:
+    parts = [entry.record.entry for entry in entries]
+    devices = {request.device or config.device_of(part.name) or part.backend for part in parts}
+    with ExitStack() as held, ExitStack() as opened:
+        for device in sorted(devices):
+            held.enter_context(hold(device))
+        from graphpack.restore import restore_entry
+
         models = [
             opened.enter_context(restore_entry(archive, entry, request, config, policy, observer)) for entry in entries
         ]

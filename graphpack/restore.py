@@ -124,7 +124,7 @@ class _Restore:
     def _start(self, undo: ExitStack) -> None:
         """Begin on the device, which starts while the blobs are read. Its errors come with its rung."""
         backend_name = self._record.entry.backend
-        self._device = self._request.device or self._configured_device() or backend_name
+        self._device = self._request.device or self._config.device_of(self._name) or backend_name
         if self._device.partition(":")[0] == backend_name:
             self._session: Session = backend(backend_name).open(self._device)
             undo.callback(self._session.close)
@@ -171,10 +171,6 @@ class _Restore:
             self._ladder.waived("environment", ", ".join(problem.where for problem in waived))
         else:
             self._ladder.passed("environment")
-
-    def _configured_device(self) -> str | None:
-        model = self._config.models.get(self._name)
-        return model.device if model else None
 
     def _open_weights(self) -> Located:
         given = self._request.weights.get(self._name) or self._request.weights.get(None)

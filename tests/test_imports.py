@@ -21,7 +21,7 @@ LONGEST_MODULE = 400
 ORDER = """
     errors elf words process
     schema dtypes graph results stages config convert home
-    archive archive.record archive.codec archive.oci archive.owner archive.files archive.lock archive.looks
+    archive archive.record archive.codec archive.oci archive.owner archive.files archive.lock archive.looks archive.glance
     archive.finding archive.check archive.permissions archive.keys archive.signature archive.reading archive.store
     archive.collect archive.trust archive.remembered archive.validate
     identity identity.environment identity.cpu_isa identity.digests identity.weights identity.layout identity.compat

@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import socket
 import stat
 import time
 from collections.abc import Iterator
@@ -86,7 +85,7 @@ def _claim(folder: Path, deadline: float) -> Iterator[int]:
             with files.temporary(folder, CLAIM) as (descriptor, path):
                 if [claim.path for claim in _living_claims(folder)] == [path]:
                     with suppress(OSError):  # on a full disk the lock is held all the same, and says less
-                        os.write(descriptor, socket.gethostname().encode()[:_HOST_LIMIT])
+                        os.write(descriptor, os.uname().nodename.encode()[:_HOST_LIMIT])
                     yield os.fstat(descriptor).st_mtime_ns
                     return
         _wait(folder, deadline)

@@ -8,10 +8,12 @@ Modules are imported when asked for, so that `inspect` pays for none of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
+from graphpack.archive.oci import CUDA_GRAPH_TYPE
 from graphpack.errors import EnvironmentMismatchError, Problem
 
 if TYPE_CHECKING:
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from graphpack.results import LoadRequest, SaveRequest
 
 BACKENDS = ("cpu", "cuda")
+
+BLOB_TYPES = {"cuda": CUDA_GRAPH_TYPE}
+"""Media types by which to know, at a glance, the entries of backends that `wake` does something for."""
 
 
 class Memory(Protocol):
@@ -178,8 +183,17 @@ def backend(name: str) -> Backend:
 
 def wake(name: str) -> None:
     """Let a backend that takes long to start begin now, in a thread; nothing needs to wait for it or undo it."""
-    if name in BACKENDS:
-        import_module(f"graphpack.backends.{name}").wake()
+    import_module(f"graphpack.backends.{name}").wake()
+
+
+def hold(device: str) -> AbstractContextManager[None]:
+    """Have a device, `cuda` or `cuda:1`, made ready in a thread, and kept so until the end; where that fails, whoever
+    uses the device will learn why."""
+    name, _, index = device.partition(":")
+    if name not in BACKENDS:
+        return nullcontext()
+    held: AbstractContextManager[None] = import_module(f"graphpack.backends.{name}").hold(int(index or 0))
+    return held
 
 
 def _check_name(name: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 
 def wake() -> None:
     """Start the driver in a thread of its own. Whoever uses the driver next waits for it, and learns if it failed."""
@@ -10,6 +12,13 @@ def wake() -> None:
     from graphpack.backends.cuda.libcuda import start
 
     Thread(target=start, name="graphpack-wake", daemon=True).start()
+
+
+def hold(index: int) -> AbstractContextManager[None]:
+    """The primary context of the device number `index`, made in a thread of its own."""
+    from graphpack.backends.cuda.libcuda import held_context
+
+    return held_context(index)
 
 
 def __getattr__(name: str) -> object:

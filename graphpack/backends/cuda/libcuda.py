@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
+from threading import Thread
 from typing import Any
 
 from graphpack.errors import EnvironmentMismatchError, GraphpackError, Problem
@@ -93,6 +96,48 @@ def start() -> int | None:
         return None
 
 
+@contextmanager
+def held_context(index: int) -> Iterator[None]:
+    """The primary context of a device, made in a thread of its own and kept at least until the end.
+
+    Contexts are counted: whoever retains it meanwhile, which then takes no time, keeps it. A device that there is not
+    is no error here.
+    """
+    retained: list[c_int] = []
+
+    def retain() -> None:
+        device, context = c_int(), c_void_p()
+        if start() == 0:
+            library = ctypes.CDLL(LIBRARY)
+            found = library.cuDeviceGet(byref(device), index) == 0
+            if found and library.cuDevicePrimaryCtxRetain(byref(context), device) == 0:
+                retained.append(device)
+
+    thread = Thread(target=retain, name="graphpack-hold")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+        for device in retained:
+            ctypes.CDLL(LIBRARY).cuDevicePrimaryCtxRelease_v2(device)
+
+
+_QUICK = frozenset(
+    (
+        "cuEventRecord",
+        "cuGraphAddEmptyNode",
+        "cuGraphAddKernelNode_v2",
+        "cuGraphAddMemsetNode",
+        "cuGraphKernelNodeGetAttribute",
+        "cuGraphKernelNodeSetAttribute",
+        "cuMemcpyHtoDAsync_v2",
+    )
+)
+"""Made by the thousand, or by threads that should go on at once: they keep Python's lock, since giving it up to a
+thread that computes means waiting for the lock for up to 5 ms after each of them."""
+
+
 class CudaError(GraphpackError):
     """A driver call failed. `status` is its CUresult, `name` that number's name, `call` the function."""
 
@@ -111,7 +156,7 @@ class Library:
 
     def __init__(self) -> None:
         try:
-            self._library = ctypes.CDLL(LIBRARY)
+            self._library, self._keeping_lock = ctypes.CDLL(LIBRARY), ctypes.PyDLL(LIBRARY)
         except OSError as error:
             raise no_device(f"{LIBRARY} cannot be loaded: {error}") from error
         self._functions: dict[str, Any] = {}
@@ -122,7 +167,7 @@ class Library:
         found = self._functions.get(name)
         if found is None:
             try:
-                found = getattr(self._library, name)
+                found = getattr(self._keeping_lock if name in _QUICK else self._library, name)
             except AttributeError:
                 raise EnvironmentMismatchError(
                     "the CUDA driver here is too old", [Problem("environment.driver", name, "not in the driver")]
