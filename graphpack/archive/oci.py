@@ -221,8 +221,10 @@ def decode_signature_manifest(data: bytes, named: Descriptor) -> SignatureManife
     layers = document.get("layers")
     if type(layers) is not list or len(layers) != 1:
         raise corrupt(where, "not one signature")
+    bundle = parse_descriptor(layers[0], "layers[0]", where)
+    entry = parse_descriptor(document.get("subject"), "subject", where)
     found = SignatureManifest(
-        parse_descriptor(layers[0], "layers[0]", where), parse_descriptor(document.get("subject"), "subject", where)
+        Descriptor(BUNDLE_TYPE, bundle.digest, bundle.size), Descriptor(MANIFEST_TYPE, entry.digest, entry.size)
     )
     if encode_json(document) != encode_json(_signature_document(found)) or named.media_type != MANIFEST_TYPE:
         raise corrupt(where, "not a signature that graphpack writes")

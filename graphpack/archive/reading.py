@@ -183,6 +183,8 @@ class Reader:
             listed = self._signature(descriptor)
             if listed is not None and listed.entry.digest == ref.digest:
                 named_by = oci.blob_file(descriptor.digest)
+                if listed.entry.size != ref.size:
+                    raise codec.corrupt(named_by, f"its subject is {ref.size} bytes long, not {listed.entry.size}")
                 data = self._read(listed.bundle.digest, listed.bundle.size, BUNDLE_LIMIT, named_by)
                 found.append(decode_bundle(data, oci.blob_file(listed.bundle.digest)))
         return tuple(found)

@@ -1,7 +1,7 @@
 """Files this user has hashed on this machine before: what `verify --level cached` need not hash again.
 
-A file is known by device, inode, size and the times of its last changes, one of which cannot be set by hand. Who changes
-a file changes these; what a disk loses by itself they do not show.
+A file is known by device, inode, size and the times of its last changes, one of which cannot be set by hand. Whoever
+changes a file changes these; what a disk loses by itself they do not show.
 """
 
 from __future__ import annotations
