@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from graphpack.archive.record import Layout
 from graphpack.backends.cuda.driver import Driver
 from graphpack.backends.cuda.libcuda import CudaError
-from graphpack.backends.cuda.placement import Placement, spans
+from graphpack.backends.cuda.placement import Placement, check_held, spans
 from graphpack.backends.cuda.structs import OUT_OF_MEMORY
 from graphpack.errors import LayoutMismatchError, Problem, StorageError
 
@@ -17,13 +17,14 @@ _MIB = 1 << 20
 class Arena:
     """`addresses` has every region of the layout, `moved` tells whether any is elsewhere than recorded.
 
-    Raises LayoutMismatchError if the recorded base is taken and the entry cannot be moved, StorageError if the
-    device has too little memory.
+    Raises LayoutMismatchError if the recorded base is taken and the entry cannot be moved, and for bound memory that is
+    too small; StorageError if the device has too little memory.
     """
 
     def __init__(self, driver: Driver, device: int, layout: Layout, placement: Placement) -> None:
         self._undo = ExitStack()
         parts = spans(layout.regions, placement.offsets, layout.granularity)
+        check_held(layout, placement.bound, driver.pointer_range)
         try:
             self._check_room(driver, sum(size for _, size in parts))
             base = self._reserve(driver, layout, placement) if parts else layout.base

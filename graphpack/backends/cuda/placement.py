@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from graphpack.archive.record import Layout
 from graphpack.backends.cuda.spans import touching
@@ -15,6 +16,9 @@ ALIGNMENT_KEPT = 256
 """A region keeps its address modulo this wherever it goes: kernels were chosen for the alignment they saw."""
 
 _STEP = 2 * ALIGNMENT_KEPT
+
+PointerRange = Callable[[int], tuple[int, int] | None]
+"""Start and size of the allocation that holds an address; None where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,8 @@ def place(layout: Layout, bound: Mapping[str, int], *, scatter: bool = False) ->
     """The recorded offsets, without the regions `bound` to addresses of the caller.
 
     With `scatter` every region stands in another distance from where it was, which is how a save proves that the
-    graphs can be moved. Raises LayoutMismatchError naming each region that cannot be bound.
+    graphs can be moved. Raises LayoutMismatchError naming each region that cannot be bound: one that is not in the
+    layout, is given another alignment or another's memory, or is torn out of an allocation that graphs use again.
     """
     _check_bound(layout, bound)
     own = [region for region in layout.regions if region.name not in bound]
@@ -44,26 +49,85 @@ def place(layout: Layout, bound: Mapping[str, int], *, scatter: bool = False) ->
 
 def _check_bound(layout: Layout, bound: Mapping[str, int]) -> None:
     regions = {region.name: region for region in layout.regions}
-    problems = []
+    problems: list[Problem] = []
     for name, address in bound.items():
-        region = regions.get(name)
-        if region is None:
-            problems.append(
-                Problem(shown(name), "", "bound, but no region of this name", "see the layout in the record")
-            )
-            continue
-        recorded = layout.base + region.offset
-        if address % ALIGNMENT_KEPT != recorded % ALIGNMENT_KEPT:
-            old, new = recorded % ALIGNMENT_KEPT, address % ALIGNMENT_KEPT
-            sides = f"address {old} modulo {ALIGNMENT_KEPT}", f"{new} ({address:#x})"
-            problems.append(Problem(shown(name), *sides, "allocate it with the same alignment"))
-        if not layout.relocatable and address != recorded:
-            problems.append(Problem(shown(name), f"address {recorded:#x}", f"{address:#x}", _PINNED))
+        if name in regions:
+            problems += _check_address(regions[name], layout, address)
+        else:
+            here = "bound, but no region of this name"
+            problems.append(Problem(shown(name), "", here, "see the layout in the record"))
+    held = [(regions[name], address) for name, address in bound.items() if name in regions]
+    problems += [*_overlapping(held), *_torn(layout, bound)]
     if problems:
-        raise LayoutMismatchError("memory cannot be bound to these regions", problems)
+        raise _cannot_be_bound(problems)
+
+
+def _cannot_be_bound(problems: Sequence[Problem]) -> LayoutMismatchError:
+    return LayoutMismatchError("memory cannot be bound to these regions", problems)
+
+
+def _check_address(region: Region, layout: Layout, address: int) -> Iterator[Problem]:
+    recorded = layout.base + region.offset
+    if not 0 < address < 1 << 64:
+        yield Problem(shown(region.name), f"address {recorded:#x}", f"{address:#x}", "bind an address of device memory")
+        return
+    old, new = recorded % ALIGNMENT_KEPT, address % ALIGNMENT_KEPT
+    if new != old:
+        sides = f"address {old} modulo {ALIGNMENT_KEPT}", f"{new} ({address:#x})"
+        yield Problem(shown(region.name), *sides, "allocate it with the same alignment")
+    if not layout.relocatable and address != recorded:
+        yield Problem(shown(region.name), f"address {recorded:#x}", f"{address:#x}", _PINNED)
+
+
+def _overlapping(held: Sequence[tuple[Region, int]]) -> Iterator[Problem]:
+    ordered = sorted(((region, address) for region, address in held if region.bytes), key=lambda item: item[1])
+    for (before, start), (after, address) in pairwise(ordered):
+        if start + before.bytes > address:
+            here = f"{address:#x}, inside {shown(before.name)} at {start:#x}"
+            yield Problem(shown(after.name), f"{after.bytes} bytes of its own", here, "bind each to memory of its own")
+
+
+def _torn(layout: Layout, bound: Mapping[str, int]) -> Iterator[Problem]:
+    """Parts of one allocation that nothing must hold between launches, and that do not move with all of it.
+
+    Where one graph has its output another may have had a tensor that reaches beyond. Weights, constants and state keep
+    what they hold, so that they are nobody else's.
+    """
+    for group in touching(layout.regions):
+        distances = {bound[region.name] - region.offset if region.name in bound else None for region in group}
+        if len(group) == 1 or len(distances) == 1:
+            continue
+        for region in group:
+            if region.name in bound and region.kind in _REUSED:
+                others = ", ".join(shown(other.name) for other in group if other is not region)
+                archived = f"one allocation with {shown(others)}"
+                yield Problem(
+                    shown(region.name), archived, "bound apart from it", "bind all of them as they lay, or none"
+                )
 
 
 _PINNED = "the entry holds addresses as data and cannot be moved; load it at its own base"
+_REUSED = ("input", "output", "scratch")
+
+
+def check_held(layout: Layout, bound: Mapping[str, int], pointer_range: PointerRange) -> None:
+    """Raises LayoutMismatchError naming each bound region that ends behind the allocation its address lies in.
+
+    An allocation may hold more than was bound, so that a tensor in it may still be too small: only its owner knows.
+    """
+    problems = []
+    for region in layout.regions:
+        if region.name not in bound or not region.bytes:
+            continue
+        address = bound[region.name]
+        found = pointer_range(address)
+        room = 0 if found is None else found[0] + found[1] - address
+        if room < region.bytes:
+            here = f"{room} bytes at {address:#x}" if found else f"no device memory at {address:#x}"
+            hint = "bind memory that holds all of the region"
+            problems.append(Problem(shown(region.name), f"{region.bytes} bytes", here, hint))
+    if problems:
+        raise _cannot_be_bound(problems)
 
 
 def _scattered(regions: Sequence[Region], granularity: int, bound: Mapping[str, int]) -> Placement:

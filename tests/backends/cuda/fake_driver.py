@@ -89,6 +89,7 @@ class FakeDriver(Driver):
         self.memory: dict[int, bytearray] = {}
         self.mapped: dict[int, int] = {}
         self.open: set[int] = set()
+        self.others: dict[int, bytearray] = {}
         self.locked: dict[int, int] = {}
         self.libraries: dict[int, dict[str, int]] = {}
         self.functions: dict[int, Function] = {}
@@ -241,8 +242,16 @@ class FakeDriver(Driver):
     def allow_access(self, address: int, size: int, device: int) -> None:
         self.open.add(address)
 
+    def hold(self, address: int, size: int) -> int:
+        """Memory of somebody else in this process, an allocation by itself."""
+        self.others[address] = bytearray(size)
+        return address
+
     def span(self, address: int, size: int) -> memoryview:
         """Device memory; ILLEGAL_ADDRESS for what is not mapped or not accessible."""
+        for start, held in self.others.items():
+            if start <= address <= address + size <= start + len(held):
+                return memoryview(held)[address - start : address - start + size]
         starts = sorted(self.open)
         at = starts[bisect_right(starts, address) - 1] if starts else 0
         data = self.memory.get(self.mapped.get(at, 0), bytearray())
@@ -303,7 +312,7 @@ class FakeDriver(Driver):
 
     def pointer_range(self, address: int) -> tuple[int, int] | None:
         """Of memory that is mapped by hand the driver gives the reservation."""
-        for start, size in self.reserved.items():
+        for start, size in {**self.reserved, **{at: len(data) for at, data in self.others.items()}}.items():
             if start <= address < start + size:
                 return start, size
         return None

@@ -93,7 +93,7 @@ def test_scattered_regions_all_move_by_different_distances() -> None:
 
 
 def test_a_bound_region_is_the_callers(driver: FakeDriver) -> None:
-    address = 0x7F00_0000_0400
+    address = driver.hold(0x7F00_0000_0400, 64)
     arena = Arena(driver, 0, layout(), place(layout(), {"state": address}))
     assert arena.addresses["state"] == address
     assert arena.addresses["weight"] == BASE
@@ -101,6 +101,7 @@ def test_a_bound_region_is_the_callers(driver: FakeDriver) -> None:
 
 def test_nothing_is_mapped_when_all_is_bound(driver: FakeDriver) -> None:
     bound = {region.name: 0x7F00_0000_0000 + region.offset for region in REGIONS}
+    driver.hold(0x7F00_0000_0000, 10 * MIB)
     arena = Arena(driver, 0, layout(), place(layout(), bound))
     assert arena.addresses == bound
     assert driver.held() == {}

@@ -1,4 +1,4 @@
-"""The archive of compiled CUDA graphs that was made on an H200 and kept: what can be proven of it without a GPU."""
+"""The archives of CUDA graphs that were made on an H200 and kept: what can be proven of them without a GPU."""
 
 from __future__ import annotations
 
@@ -12,31 +12,41 @@ from graphpack.backends.cuda import columns as c
 from graphpack.backends.cuda.images import check_image
 from graphpack.backends.cuda.placement import place
 from graphpack.errors import CorruptArchiveError, EnvironmentMismatchError
-from graphpack.restore import load
+from graphpack.opening import load
 from graphpack.results import LoadRequest
+from tests.backends.cuda.cubin_reader import kernels_of
+from tests.backends.cuda.kept import ARCHIVES, contents_of, graphs_of
 
-ARCHIVE = Path(__file__).parents[2] / "archives" / "cuda-compiled-1.0"
+COMPILED = Path(__file__).parents[2] / "archives" / "cuda-compiled-1.0"
+
+
+@pytest.fixture(scope="module", params=ARCHIVES, ids=lambda path: path.name)
+def kept(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.param
+    return path
 
 
 @pytest.fixture(scope="module")
-def entry() -> Entry:
-    return Archive.open(ARCHIVE).find(["tiny-qwen3"])[0]
+def entry(kept: Path) -> Entry:
+    return Archive.open(kept).find(["tiny-qwen3"])[0]
 
 
 @pytest.fixture(scope="module")
-def graphs(entry: Entry) -> list[c.GraphColumns]:
-    archive, record = Archive.open(ARCHIVE), entry.record
-    blobs = {blob.digest: blob for blob in record.blobs}
-    return [
-        c.decode(archive.read_blob(blobs[graph.object]), graph.object, record.layout.regions) for graph in record.graphs
-    ]
+def graphs(kept: Path) -> list[c.GraphColumns]:
+    return graphs_of(kept)
 
 
-def test_a_load_without_a_device_is_refused_at_once() -> None:
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a device")
+def test_a_load_without_a_device_is_refused_at_once(kept: Path) -> None:
     start = time.perf_counter()
     with pytest.raises(EnvironmentMismatchError, match="the archive needs a CUDA device, none visible"):
-        load(LoadRequest(archive=ARCHIVE))
+        load(LoadRequest(archive=kept))
     assert time.perf_counter() - start < 2
+
+
+def test_the_kept_archives_are_small() -> None:
+    assert COMPILED in ARCHIVES
+    assert sum(file.stat().st_size for path in ARCHIVES for file in path.rglob("*") if file.is_file()) <= 3_000_000
 
 
 def test_graphs_are_those_of_the_record(entry: Entry, graphs: list[c.GraphColumns]) -> None:
@@ -48,21 +58,22 @@ def test_graphs_are_those_of_the_record(entry: Entry, graphs: list[c.GraphColumn
         )
 
 
-def test_kernels_of_one_name_have_different_code(graphs: list[c.GraphColumns]) -> None:
+def test_kernels_of_one_name_have_different_code() -> None:
     """Triton numbers its kernels for each compilation, so a name alone would pick the wrong code."""
     images: dict[str, set[str]] = {}
-    for columns in graphs:
+    for columns in graphs_of(COMPILED):
         for kernel in columns.names.kernels:
             images.setdefault(kernel.name, set()).add(columns.names.images[kernel.image])
     assert any(len(found) > 1 for found in images.values())
 
 
-def test_images_are_for_the_recorded_processor_and_no_other(entry: Entry, graphs: list[c.GraphColumns]) -> None:
-    archive, record = Archive.open(ARCHIVE), entry.record
-    blobs = {blob.digest: blob for blob in record.blobs}
-    for graph, columns in zip(record.graphs, graphs, strict=True):
+def test_images_are_for_the_recorded_processor_and_no_other(
+    kept: Path, entry: Entry, graphs: list[c.GraphColumns]
+) -> None:
+    contents = contents_of(kept)
+    for graph, columns in zip(entry.record.graphs, graphs, strict=True):
         for digest, blob in zip(columns.names.images, graph.images, strict=True):
-            code = archive.read_blob(blobs[blob])
+            code = contents[blob]
             assert check_image(code, digest, "9.0", blob) == []
             assert check_image(code, digest, "8.9", blob) != []
 
@@ -76,11 +87,19 @@ def test_every_region_can_be_moved_by_another_distance(entry: Entry) -> None:
     assert all(distance % 256 == 0 for distance in distances.values())
 
 
-def test_a_changed_object_is_refused_by_file(entry: Entry) -> None:
-    archive, record = Archive.open(ARCHIVE), entry.record
-    graph = record.graphs[0]
-    blob = next(blob for blob in record.blobs if blob.digest == graph.object)
-    data = bytearray(archive.read_blob(blob))
+def test_kernels_have_the_parameters_that_their_images_say(
+    kept: Path, entry: Entry, graphs: list[c.GraphColumns]
+) -> None:
+    contents = contents_of(kept)
+    for graph, columns in zip(entry.record.graphs, graphs, strict=True):
+        for kernel in columns.names.kernels:
+            layout = kernels_of(contents[graph.images[kernel.image]])[kernel.name]
+            assert kernel.parameters == tuple(number for pair in layout for number in pair)
+
+
+def test_a_changed_object_is_refused_by_file(kept: Path, entry: Entry) -> None:
+    record = entry.record
+    data = bytearray(contents_of(kept)[record.graphs[0].object])
     messages = []
     for position in range(0, len(data), 97):
         data[position] ^= 0xFF
