@@ -40,7 +40,7 @@ def load_only(request: LoadRequest) -> RestoredModel:
     return model
 
 
-def _open(request: LoadRequest) -> tuple[Archive, list[Entry]]:
+def _open(request: LoadRequest) -> tuple[Archive, Sequence[Entry]]:
     for backend, blob_type in BLOB_TYPES.items():
         if mentions(request.archive, blob_type):
             wake(backend)

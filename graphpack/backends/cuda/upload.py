@@ -174,11 +174,12 @@ class Upload:
                     piece = worker.take(work)
                 except IndexError:
                     break
-                worker.copy(piece)
+                try:
+                    worker.copy(piece)
+                except _CannotLockError as error:
+                    work.append(piece)
+                    return str(error)
             worker.finish()
-        except _CannotLockError as error:
-            work.append(piece)
-            return str(error)
         except BaseException:
             self._stop.set()
             raise
