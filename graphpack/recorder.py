@@ -48,6 +48,11 @@ class Recorder:
 
     `identity` decides which addresses the memory has: give each engine its own, so that its archives can be restored
     side by side without being moved. Memory is held until `close`; leaving the `with` only ends the recording.
+
+    A tensor that was made of several of the checkpoint is recorded by its parts: the module has a parameter for each,
+    under the checkpoint's name, that is a view of rows of the one tensor which its step uses. Make the views where the
+    tensor stays, since `Module.to` tears them apart. The parts stay side by side wherever the entry is restored.
+
     Raises CaptureRefusedError if a profiler listens or torch's allocator moves memory, EnvironmentMismatchError
     without a device.
     """

@@ -94,7 +94,7 @@ def _described(
         inputs=one.takes,
         outputs=one.gives,
         state=state,
-        bindings=bindings_of(encoded.regions, columns.names.regions),
+        bindings=bindings_of(encoded.regions, columns.names.regions, fused(one.module)),
         golden=UNWRITTEN,
         golden_steps=golden.STEPS,
         tolerance=agreement.tolerance,
@@ -109,10 +109,22 @@ def _described(
     )
 
 
-def bindings_of(regions: Sequence[Region], used: Iterable[str]) -> tuple[str, ...]:
-    """The weights among the regions that a graph points at, and the constants that it may reach from these: a constant
-    that nobody binds has no region in the entry, and a tensor that lies across it would be torn when regions move."""
-    found = {"weight": frozenset(used)}
+def fused(module: torch.nn.Module) -> list[frozenset[str]]:
+    """The names of a module's tensors, those that are views of one tensor together."""
+    names: dict[int, set[str]] = {}
+    for name, tensor in module.state_dict().items():
+        names.setdefault(tensor.untyped_storage().data_ptr(), set()).add(name)
+    return [frozenset(group) for group in names.values()]
+
+
+def bindings_of(
+    regions: Sequence[Region], used: Iterable[str], tensors: Iterable[frozenset[str]] = ()
+) -> tuple[str, ...]:
+    """The weights among the regions that a graph points at, with all parts of `tensors` that are made of several; and
+    the constants that it may reach from these: a constant that nobody binds has no region in the entry, and a tensor
+    that lies across it would be torn when regions move."""
+    pointed = frozenset(used)
+    found = {"weight": pointed.union(*(parts for parts in tensors if parts & pointed))}
     found["constant"] = reached(regions, found["weight"])
     return tuple(region.name for region in regions if region.name in found.get(region.kind, ()))
 
