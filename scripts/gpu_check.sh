@@ -8,7 +8,6 @@
 # smoke            save tiny-qwen3 (moved and poisoned in its proof), restore it in a fresh process
 # tests            refusals, relocation, two archives, leaks, the engine example
 # compile          the smoke stage for torch.compile's kernels, with empty caches
-# trim             kernel images trimmed in each way, compared with the whole ones (of smoke and compile, if they ran)
 # archives         the two small archives for tests/archives, as one tar file
 # bench MODEL      save, restore and measure a big model: 0.6b, 1b, 8b, compile for 0.6b compiled, quick for four buckets
 #
@@ -60,7 +59,6 @@ while [ "$#" -gt 0 ]; do
         smoke) stage smoke 150 "$PYTHON" scripts/gpu/smoke.py ;;
         tests) stage tests 300 "$PYTHON" scripts/gpu/checks.py ;;
         compile) stage compile 240 "$PYTHON" scripts/gpu/smoke.py --compile ;;
-        trim) stage trim 300 "$PYTHON" scripts/gpu/trim_trial.py ;;
         archives) stage archives 240 "$PYTHON" scripts/gpu/archives.py ;;
         bench)
             stage "bench $2" 560 "$PYTHON" scripts/gpu/bench.py "$2"

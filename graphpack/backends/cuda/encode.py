@@ -16,12 +16,9 @@ from graphpack.backends.cuda.audit import PointerRange, RegionMap, Stray, find_w
 from graphpack.backends.cuda.builder import ColumnsBuilder
 from graphpack.backends.cuda.columns import GraphColumns
 from graphpack.backends.cuda.cubin import Image
-from graphpack.backends.cuda.trim import Variant, trim
+from graphpack.backends.cuda.trim import trim
 from graphpack.backends.cuda.walk import Function, Launch, Memcpy, Memset, WalkedGraph
 from graphpack.errors import CaptureRefusedError, Problem
-
-TRIMMING: Variant | None = None
-"""How images are trimmed to the kernels of an entry; None leaves them whole."""
 
 _MOST_PROBLEMS = 16
 
@@ -45,18 +42,14 @@ class Limits:
         )
 
 
-def trimmed(
-    graphs: Mapping[str, WalkedGraph], variant: Variant | None
-) -> tuple[dict[str, WalkedGraph], tuple[str, ...]]:
+def trimmed(graphs: Mapping[str, WalkedGraph]) -> tuple[dict[str, WalkedGraph], tuple[str, ...]]:
     """The graphs with images of no more than the kernels that any of them launches, and why some stayed whole."""
-    if variant is None:
-        return dict(graphs), ()
     images: dict[str, Image] = {}
     kernels: dict[str, set[str]] = {}
     for function in _functions(graphs.values()):
         images[function.image.digest] = function.image
         kernels.setdefault(function.image.digest, set()).add(function.name)
-    found = {digest: trim(image.data, kernels[digest], variant) for digest, image in images.items()}
+    found = {digest: trim(image.data, kernels[digest]) for digest, image in images.items()}
     small = {digest: Image(one.data) for digest, one in found.items()}
     notes = tuple(f"image {digest[:12]} is kept whole: {one.whole}" for digest, one in found.items() if one.whole)
     return {name: _with_images(graph, small) for name, graph in graphs.items()}, notes

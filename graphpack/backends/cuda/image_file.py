@@ -51,12 +51,12 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    name: str = ""
-    info: int = 0
-    other: int = 0
-    section: int = 0
-    value: int = 0
-    size: int = 0
+    name: str
+    info: int
+    other: int
+    section: int
+    value: int
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,14 +179,16 @@ def _text(table: bytes, offset: int) -> str:
 
 
 def write_image(file: ImageFile) -> bytes:
-    """The bytes of a file, laid out anew: string tables and the symbol table are made from what it says."""
+    """The bytes of a file, laid out anew: string tables, the symbol table, offsets and sizes are made from what it has.
+    Sections that are in memory alone keep their sizes."""
     tables = _tables(file)
-    placed, end = [], _HEADER.size
-    for at, section in enumerate(file.sections):
+    placed, end = [file.sections[0]], _HEADER.size
+    for at, section in enumerate(file.sections[1:], 1):
         data = tables.get(at, section.data)
-        offset = _aligned(end, section.alignment) if section.type else 0
-        end = offset + len(data) if section.type else end
-        placed.append(replace(section, offset=offset, data=data, size=section.size if not data else len(data)))
+        offset = _aligned(end, section.alignment)
+        end = offset + len(data)
+        size = section.size if section.type == NO_BITS else len(data)
+        placed.append(replace(section, offset=offset, size=size, data=data))
     table = _aligned(end, 8)
     headers = _section_headers(placed)
     program = (table + len(headers), len(file.segments) * _SEGMENT.size)

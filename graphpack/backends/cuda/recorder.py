@@ -17,7 +17,7 @@ from graphpack.archive.record import Layout
 from graphpack.backends.cuda import columns as c
 from graphpack.backends.cuda.audit import RegionMap
 from graphpack.backends.cuda.driver import driver
-from graphpack.backends.cuda.encode import TRIMMING, encode_graph, limits_of, trimmed
+from graphpack.backends.cuda.encode import encode_graph, limits_of, trimmed
 from graphpack.backends.cuda.listener import listener
 from graphpack.backends.cuda.memory import TorchMemory
 from graphpack.backends.cuda.space import BASE_STEP, Space, base_of
@@ -161,7 +161,7 @@ class MemoryRecorder:
             walked = {name: walker.walk(graph, name) for name, graph in graphs.items()}
         finally:
             walker.close()
-        walked, notes = trimmed(walked, TRIMMING)
+        walked, notes = trimmed(walked)
         regions = self._regions(live)
         arena = RegionMap(self.space.base, self.space.bytes, regions)
         limits = limits_of(walked.values())

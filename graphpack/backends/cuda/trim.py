@@ -2,7 +2,8 @@
 
 A library ships hundreds of kernels in one image, of which an entry uses a few. What these can reach stays, byte for
 byte: their own sections, whatever relocations, calls and attributes name, and all that belongs to no single kernel,
-since code finds its constants by offset alone. An image stays whole if it holds anything that is not known here.
+since code finds its constants by offset alone. Sections and symbols are numbered anew. An image stays whole if it holds
+anything that is not known here.
 
 The facts are those of the images that nvcc, Triton and cuBLAS make: what belongs to one kernel ends in its name and has
 the number of its code section in `sh_info`; a code section has the number of its symbol there.
@@ -14,7 +15,6 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from struct import Struct
-from typing import Literal
 
 from graphpack.backends.cuda.image_file import (
     BITS,
@@ -26,18 +26,12 @@ from graphpack.backends.cuda.image_file import (
     SYMBOLS,
     ImageFile,
     Section,
-    Symbol,
     UnknownImageError,
     entries,
     part,
     read_image,
     write_image,
 )
-
-Variant = Literal["zeroed", "hollow", "rebuilt"]
-"""`zeroed`: code and constants that are not needed become zeros, and all else stays where it is. `hollow`: what is not
-needed is cut out, and its numbers stay taken by empty sections and symbols. `rebuilt`: sections and symbols are
-numbered anew."""
 
 _INFO, _CALLS, _COMPATIBILITY = 0x70000000, 0x70000001, 0x70000086
 _INFO_LINK = 0x40
@@ -96,14 +90,12 @@ class Trimmed:
     whole: str = ""
 
 
-def trim(data: bytes, kernels: Collection[str], variant: Variant) -> Trimmed:
+def trim(data: bytes, kernels: Collection[str]) -> Trimmed:
     """The image with these kernels and all they need. The same arguments give the same bytes."""
     try:
         file = read_image(data)
         image = _Image(file, _homes(file))
-        needed = _needed(image, kernels)
-        make = {"zeroed": _zeroed, "hollow": _hollow, "rebuilt": _rebuilt}[variant]
-        return Trimmed(make(data, image, needed))
+        return Trimmed(write_image(_cut(image, _needed(image, kernels))))
     except UnknownImageError as error:
         return Trimmed(data, str(error))
 
@@ -223,57 +215,28 @@ def _attributes(section: Section) -> Iterator[tuple[bytes, tuple[int, ...], byte
             raise UnknownImageError(f"attribute {number:#x} of format {form} in {section.name}")
 
 
-# --- the variants
+# --- what is left, under new numbers
 
 
-def _zeroed(data: bytes, image: _Image, needed: frozenset[int]) -> bytes:
-    result = bytearray(data)
-    for home, section in zip(image.homes, image.file.sections, strict=True):
-        if section.type == BITS and home not in needed and home != _NEVER:
-            result[section.offset : section.offset + section.size] = bytes(section.size)
-    return bytes(result)
-
-
-def _hollow(_: bytes, image: _Image, needed: frozenset[int]) -> bytes:
-    file = image.file
-    moves = _Moves(
-        {at: at for at, home in enumerate(image.homes) if home in needed},
-        {at: at for at in range(len(file.symbols)) if image.home(at) in needed},
-    )
-    sections = [_moved(image, at, moves) if at in moves.sections else Section() for at in range(len(file.sections))]
-    symbols = [symbol if at in moves.symbols else Symbol() for at, symbol in enumerate(file.symbols)]
-    return _written(file, sections, symbols, moves)
-
-
-def _rebuilt(_: bytes, image: _Image, needed: frozenset[int]) -> bytes:
+def _cut(image: _Image, needed: Collection[int]) -> ImageFile:
+    """The file with what has its home in `needed`. A segment that has no section any more goes, too."""
     file = image.file
     moves = _Moves(
         _numbered(home in needed for home in image.homes),
         _numbered(image.home(at) in needed for at in range(len(file.symbols))),
     )
-    sections = [_moved(image, at, moves) for at in moves.sections]
     symbols = [file.symbols[at] for at in moves.symbols]
-    return _written(
-        file, sections, [replace(symbol, section=moves.section(symbol.section)) for symbol in symbols], moves
-    )
-
-
-def _written(file: ImageFile, sections: Sequence[Section], symbols: Sequence[Symbol], moves: _Moves) -> bytes:
-    """A segment that has no section any more goes, too."""
-    kept = [
+    segments = [
         (segment, tuple(moves.sections[at] for at in segment.sections if at in moves.sections))
         for segment in file.segments
     ]
-    segments = tuple(replace(one, sections=found) for one, found in kept if found or not one.sections)
-    return write_image(
-        replace(
-            file,
-            flags=moves.section(file.flags >> _NOTE_BITS) << _NOTE_BITS | file.flags & (1 << _NOTE_BITS) - 1,
-            names=moves.section(file.names),
-            sections=tuple(sections),
-            symbols=tuple(symbols),
-            segments=segments,
-        )
+    return replace(
+        file,
+        flags=moves.section(file.flags >> _NOTE_BITS) << _NOTE_BITS | file.flags & (1 << _NOTE_BITS) - 1,
+        names=moves.section(file.names),
+        sections=tuple(_moved(image, at, moves) for at in moves.sections),
+        symbols=tuple(replace(symbol, section=moves.section(symbol.section)) for symbol in symbols),
+        segments=tuple(replace(one, sections=found) for one, found in segments if found or not one.sections),
     )
 
 
@@ -313,8 +276,7 @@ def _moved(image: _Image, at: int, moves: _Moves) -> Section:
         info = moves.section(section.info)
     content = _CONTENTS.get(section.type)
     data = content(section, moves) if content else section.data
-    size = section.size if section.type == NO_BITS else len(data)
-    return replace(section, link=moves.section(section.link), info=info, data=data, size=size)
+    return replace(section, link=moves.section(section.link), info=info, data=data)
 
 
 def _moved_relocations(section: Section, moves: _Moves) -> bytes:

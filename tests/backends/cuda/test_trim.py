@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable
 from pathlib import Path
 from struct import pack
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from elftools.elf.elffile import ELFFile
@@ -14,7 +14,7 @@ from elftools.elf.elffile import ELFFile
 from graphpack.backends.cuda.cubin import Image
 from graphpack.backends.cuda.encode import trimmed
 from graphpack.backends.cuda.images import processor_of
-from graphpack.backends.cuda.trim import Variant, trim
+from graphpack.backends.cuda.trim import trim
 from graphpack.backends.cuda.walk import Empty, Function, Launch, WalkedGraph
 from tests.backends.cuda.cubin_reader import kernels_of
 from tests.backends.cuda.image_meaning import check_meaning, code_of, meaning_of
@@ -33,13 +33,11 @@ from tests.backends.cuda.linked import (
     relocation,
 )
 
-VARIANTS: tuple[Variant, ...] = get_args(Variant)
-SHORTER: tuple[Variant, ...] = ("hollow", "rebuilt")
 _EXTERNALS = 0x0F
 
 
-def short(image: Linked, kernels: list[str], variant: Variant = "rebuilt") -> bytes:
-    result = trim(image.bytes(), kernels, variant)
+def short(image: Linked, kernels: list[str]) -> bytes:
+    result = trim(image.bytes(), kernels)
     assert not result.whole
     return result.data
 
@@ -47,37 +45,26 @@ def short(image: Linked, kernels: list[str], variant: Variant = "rebuilt") -> by
 # --- what stays
 
 
-@pytest.mark.parametrize("variant", SHORTER)
 @pytest.mark.parametrize("kernels", [["add"], ["mul"], ["sum", "mul"], list(KERNELS)])
-def test_kernels_and_what_they_call_stay(variant: Variant, kernels: list[str]) -> None:
+def test_kernels_and_what_they_call_stay(kernels: list[str]) -> None:
     image = linked()
     called = {HELPER} if set(kernels) & set(CALLS_HELPER) else set()
-    result = short(image, kernels, variant)
+    result = short(image, kernels)
     assert code_of(result) == {name: CODE[name] for name in {*kernels, *called}}
+    assert Image(result).kernels == {*kernels, *called}
     check_meaning(image.bytes(), result, kernels)
 
 
-def test_zeros_take_the_place_of_what_is_not_needed() -> None:
+def test_the_same_kernels_give_the_same_bytes() -> None:
     data = linked().bytes()
-    result = short(linked(), ["add"], "zeroed")
-    assert len(result) == len(data)
-    empty = {name: bytes(len(CODE[name])) for name in ("mul", "sum")}
-    assert code_of(result) == {**CODE, **empty}
-    changed = [at for at, (old, new) in enumerate(zip(data, result, strict=True)) if old != new]
-    assert len(changed) == sum(len(CODE[name]) for name in empty)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_the_same_kernels_give_the_same_bytes(variant: Variant) -> None:
-    data = linked().bytes()
-    results = [trim(data, kernels, variant).data for kernels in (["add", "mul"], ("mul", "add"), {"mul", "add"})]
+    results = [trim(data, kernels).data for kernels in (["add", "mul"], ("mul", "add"), {"mul", "add"})]
     assert len(set(results)) == 1
-    assert results[0] not in (trim(data, ["add"], variant).data, trim(data, ["mul"], variant).data)
+    assert results[0] not in (trim(data, ["add"]).data, trim(data, ["mul"]).data)
 
 
 def test_a_trimmed_image_stays_as_it_is() -> None:
     once = short(linked(), ["add"])
-    assert trim(once, ["add"], "rebuilt").data == once
+    assert trim(once, ["add"]).data == once
 
 
 def test_code_reached_by_a_relocation_stays() -> None:
@@ -123,11 +110,10 @@ def test_memory_of_a_segment_counts_what_is_left() -> None:
     assert loaded(short(linked(), ["mul"]))[2] == (6, 16, 16 + 1024 + 28)
 
 
-@pytest.mark.parametrize("variant", SHORTER)
-def test_the_bound_of_local_symbols_stays_between_the_same(variant: Variant) -> None:
+def test_the_bound_of_local_symbols_stays_between_the_same() -> None:
     image = linked()
     image.at(".symtab").info = image.number("__assertfail")
-    check_meaning(image.bytes(), short(image, ["mul"], variant), ["mul"])
+    check_meaning(image.bytes(), short(image, ["mul"]), ["mul"])
 
 
 def test_a_segment_goes_with_its_last_section() -> None:
@@ -229,14 +215,13 @@ ODD: dict[str, tuple[Callable[[Linked], None], str]] = {
 
 
 @pytest.mark.parametrize("name", ODD)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_an_image_that_is_not_understood_stays_whole(name: str, variant: Variant) -> None:
+def test_an_image_that_is_not_understood_stays_whole(name: str) -> None:
     """Its twin without the change is trimmed in the tests above."""
     change, reason = ODD[name]
     image = linked()
     change(image)
     data = image.bytes()
-    result = trim(data, ["add"], variant)
+    result = trim(data, ["add"])
     assert reason in result.whole
     assert result.data == data
 
@@ -250,27 +235,26 @@ def test_an_image_that_is_not_understood_stays_whole(name: str, variant: Variant
     ],
 )
 def test_what_is_no_image_stays_whole(data: bytes, reason: str) -> None:
-    assert reason in trim(data, ["add"], "rebuilt").whole
+    assert reason in trim(data, ["add"]).whole
 
 
 def test_an_image_without_the_kernel_stays_whole() -> None:
-    assert trim(linked().bytes(), ["add", "div"], "rebuilt").whole == "no kernel div"
+    assert trim(linked().bytes(), ["add", "div"]).whole == "no kernel div"
 
 
 def test_what_a_kernel_that_goes_holds_does_not_matter() -> None:
     image = linked()
     image.at(".nv.info.mul").data += attribute(0x7E, b"1234")
     assert code_of(short(image, ["add"])).keys() == {"add", HELPER}
-    assert "attribute 0x7e" in trim(image.bytes(), ["mul"], "rebuilt").whole
+    assert "attribute 0x7e" in trim(image.bytes(), ["mul"]).whole
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_no_damaged_byte_does_more_than_that(variant: Variant) -> None:
+def test_no_damaged_byte_does_more_than_that() -> None:
     data = bytearray(linked().bytes())
     whole = 0
     for at in [*range(0, 0x600, 3), *range(len(data) - 27 * 64 - 6 * 56, len(data))]:
         before, data[at] = data[at], data[at] ^ 0xFF
-        whole += bool(trim(bytes(data), ["add"], variant).whole)
+        whole += bool(trim(bytes(data), ["add"]).whole)
         data[at] = before
     assert whole > 1000
 
@@ -278,9 +262,8 @@ def test_no_damaged_byte_does_more_than_that(variant: Variant) -> None:
 # --- real images
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("archive", ARCHIVES, ids=lambda path: path.name)
-def test_images_of_a_real_entry(archive: Path, variant: Variant) -> None:
+def test_images_of_a_real_entry(archive: Path) -> None:
     contents, wanted = contents_of(archive), dict[str, set[str]]()
     for graph, columns in zip(record_of(archive).graphs, graphs_of(archive), strict=True):
         blobs = dict(zip(columns.names.images, graph.images, strict=True))
@@ -289,7 +272,7 @@ def test_images_of_a_real_entry(archive: Path, variant: Variant) -> None:
     total = 0
     for blob, names in wanted.items():
         data, kernels = contents[blob], sorted(names)
-        result = trim(data, kernels, variant)
+        result = trim(data, kernels)
         assert not result.whole
         total += len(result.data)
         assert processor_of(result.data) == 90
@@ -298,9 +281,8 @@ def test_images_of_a_real_entry(archive: Path, variant: Variant) -> None:
         }
         before, after = code_of(data), code_of(result.data)
         assert all(after[name] == before[name] for name in kernels)
-        if variant != "zeroed":
-            check_meaning(data, result.data, kernels)
-    assert variant != "rebuilt" or total < 1_000_000
+        check_meaning(data, result.data, kernels)
+    assert total < 1_000_000
 
 
 # --- at save
@@ -320,7 +302,7 @@ def _images(graph: WalkedGraph) -> dict[str, bytes]:
 def test_buckets_share_an_image_of_the_kernels_of_both() -> None:
     image = Image(linked().bytes())
     graphs = {"1": _graph((image, "add")), "2": _graph((image, "mul"), (image, "add"))}
-    found, notes = trimmed(graphs, "rebuilt")
+    found, notes = trimmed(graphs)
     expected = Image(short(linked(), ["add", "mul"]))
     assert _images(found["1"]) == _images(found["2"]) == {expected.digest: expected.data}
     assert notes == ()
@@ -331,19 +313,24 @@ def test_images_of_one_kernel_name_stay_apart() -> None:
     one, two = linked(), linked()
     two.at(".text.add").data = b"\xee" * 384
     graphs = {"1": _graph((Image(one.bytes()), "add")), "2": _graph((Image(two.bytes()), "add"))}
-    found, _ = trimmed(graphs, "rebuilt")
+    found, _ = trimmed(graphs)
     assert _images(found["1"]).keys().isdisjoint(_images(found["2"]))
+
+
+def test_images_that_differed_in_what_is_gone_become_one() -> None:
+    one, two = linked(), linked()
+    two.at(".text.mul").data = b"\xee" * 256
+    whole = _graph((Image(one.bytes()), "add"), (Image(two.bytes()), "add"))
+    assert len(_images(whole)) == 2
+    found, _ = trimmed({"1": whole})
+    expected = short(linked(), ["add"])
+    assert list(_images(found["1"]).values()) == [expected]
 
 
 def test_an_image_kept_whole_is_told() -> None:
     odd = linked()
     _section(odd)
     image = Image(odd.bytes())
-    found, notes = trimmed({"1": _graph((image, "add"))}, "rebuilt")
+    found, notes = trimmed({"1": _graph((image, "add"))})
     assert _images(found["1"]) == {image.digest: image.data}
     assert notes == (f"image {image.digest[:12]} is kept whole: section .nv.novelty of type 0x1",)
-
-
-def test_without_a_variant_images_stay_as_they_are() -> None:
-    graphs = {"1": _graph((Image(linked().bytes()), "add"))}
-    assert trimmed(graphs, None) == (graphs, ())
