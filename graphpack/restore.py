@@ -8,7 +8,7 @@ from pathlib import Path
 
 from graphpack import golden
 from graphpack.archive.check import check_features, check_record_layout, check_record_weights
-from graphpack.archive.record import Graph, Model, Record, Weights
+from graphpack.archive.record import Graph
 from graphpack.archive.store import Archive, Entry
 from graphpack.archive.trust import Policy, Trusted, trust_entry
 from graphpack.archive.validate import Ladder
@@ -26,8 +26,8 @@ from graphpack.errors import (
 )
 from graphpack.golden import Golden
 from graphpack.graph import Bucket
+from graphpack.identity.agreement import check_attention, check_model
 from graphpack.identity.compat import check_environment
-from graphpack.identity.digests import config_digest
 from graphpack.identity.environment import read_host
 from graphpack.identity.layout import check_layout, check_regions
 from graphpack.identity.weights import check_structure, check_weights, hash_weights
@@ -176,7 +176,7 @@ class _Restore:
         given = self._request.weights.get(self._name) or self._request.weights.get(None)
         model = self._config.models.get(self._name)
         configured: Path | None = model.path if model else None
-        problems = check_record_weights(self._record) + _check_model(self._record.model, self._record.weights)
+        problems = check_record_weights(self._record) + check_model(self._record.model, self._record.weights)
         if problems:
             raise WeightsMismatchError(f"the record of entry '{self._name}' contradicts itself", problems)
         located = locate_weights(self._record, given, configured)
@@ -213,7 +213,7 @@ class _Restore:
         expected = self._session.expected(record.layout, expected)
         problems = problems or check_layout(record.layout, expected, CAPTURE_VERSION)
         problems += check_specs(record, config) if config else []
-        problems += _check_attention(record) + self._session.check_settings(record, self._blobs)
+        problems += check_attention(record) + self._session.check_settings(record, self._blobs)
         if problems:
             raise LayoutMismatchError(f"the layout or the settings of entry '{self._name}' do not hold here", problems)
         blob = self._blobs[record.constants] if record.constants else b""
@@ -292,28 +292,3 @@ class _Restore:
             signature=self._trusted.row(),
             notes=tuple(self._notes),
         )
-
-
-def _check_model(model: Model, weights: Weights) -> list[Problem]:
-    """A model whose fields contradict each other or the list of tensors."""
-    problems = []
-    digest = config_digest(model.config)
-    if model.config_digest != digest:
-        sides = model.config_digest[:12], f"computed {digest[:12]}"
-        problems.append(Problem("model.config_digest", *sides, "save again"))
-    if model.stored_dtype not in {tensor.dtype for tensor in weights.tensors} and weights.tensors:
-        problems.append(Problem("model.stored_dtype", model.stored_dtype, "the dtype of no tensor", "save again"))
-    effective = model.stored_dtype if model.requested_dtype == "auto" else model.requested_dtype
-    if model.effective_dtype != effective:
-        here = f"{effective}, as {model.requested_dtype} of {model.stored_dtype} weights"
-        problems.append(Problem("model.effective_dtype", model.effective_dtype, here, "save again"))
-    return problems
-
-
-def _check_attention(record: Record) -> list[Problem]:
-    """Whether attention is graphpack's own: so it is in every model but a factory's."""
-    attention = "custom" if record.model.source == "factory" else "sdpa"
-    if record.settings.attention == attention:
-        return []
-    here = f"{attention} in a model of source {record.model.source}"
-    return [Problem("settings.attention", record.settings.attention, here, "save again")]

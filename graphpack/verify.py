@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from graphpack.archive.check import check_features, check_record_layout, check_record_weights
+from graphpack.archive.check import check_features
 from graphpack.archive.oci import blob_file
 from graphpack.archive.record import Blob
 from graphpack.archive.remembered import Remembered, now, shows_changes
@@ -21,6 +21,7 @@ from graphpack.errors import (
     WeightsMismatchError,
 )
 from graphpack.home import user_directory
+from graphpack.identity.agreement import check_recorded_layout, check_recorded_weights
 from graphpack.results import Observer, VerifiedEntry
 
 Level = Literal["structure", "cached", "full"]
@@ -123,10 +124,10 @@ class _Verification:
             self._observer.bytes("blobs", done, total)
 
     def _check_record(self) -> None:
-        problems = check_record_weights(self._record)
+        problems = check_recorded_weights(self._record)
         if problems:
             raise WeightsMismatchError(f"the record of entry '{self._entry.name}' contradicts itself", problems)
-        problems = check_record_layout(self._record)
+        problems = check_recorded_layout(self._record)
         if problems:
             raise LayoutMismatchError(f"the record of entry '{self._entry.name}' contradicts itself", problems)
 

@@ -25,6 +25,7 @@ ORDER = """
     archive.finding archive.check archive.permissions archive.keys archive.signature archive.reading archive.store
     archive.collect archive.trust archive.remembered archive.validate
     identity identity.environment identity.cpu_isa identity.digests identity.weights identity.layout identity.compat
+    identity.agreement
     models models.step models.safetensors models.seeded models.weights models.architecture models.specs
     models.checkpoint models.presets models.decoder models.factory models.registry models.locate
     regions tensor golden backends lockstep modes

@@ -84,14 +84,14 @@ def check_weights(archived: Weights, here: Weights, source: WeightSource | None 
     rows = {tensor.name: tensor for tensor in archived.tensors}
     found = {tensor.name: tensor for tensor in here.tensors}
     places = _places(source) if source else {}
-    return [*_self_problems(archived), *_structure(rows, found, places), *_content(rows, found, places)]
+    return [*check_recorded(archived), *_structure(rows, found, places), *_content(rows, found, places)]
 
 
 def check_structure(archived: Weights, source: WeightSource) -> list[Problem]:
     """Every difference in names, dtypes, shapes and aliases. Reads no weights."""
     rows = {tensor.name: tensor for tensor in archived.tensors}
     found = {tensor.name: tensor for tensor in _rows(source, {})}
-    return [*_self_problems(archived), *_structure(rows, found, _places(source))]
+    return [*check_recorded(archived), *_structure(rows, found, _places(source))]
 
 
 # Hashing.
@@ -182,7 +182,7 @@ def _rows(source: WeightSource, digests: Mapping[str, str]) -> tuple[WeightTenso
 # Comparing.
 
 
-def _self_problems(archived: Weights) -> list[Problem]:
+def check_recorded(archived: Weights) -> list[Problem]:
     """A record whose weights contradict themselves."""
     problems = []
     seen: set[str] = set()
