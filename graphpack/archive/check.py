@@ -122,6 +122,9 @@ def _check_graph(where: str, graph: Graph, dtype: str) -> list[Problem]:
     problems = _repeated(f"{where}.inputs", (spec.name for spec in graph.inputs))
     problems += _repeated(f"{where}.outputs", (spec.name for spec in graph.outputs))
     problems += _repeated(f"{where}.state", (spec.name for spec in graph.state))
+    shape = graph.outputs[0].shape if graph.outputs else ()
+    if len(shape) != 2 or 0 in shape:
+        problems.append(Problem(f"{where}.outputs", shown(list(shape)), "the first is [batch, width]"))
     tolerance = f"{graph.tolerance:g}"
     if dtype == "float32" and graph.tolerance > FLOAT32_TOLERANCE_LIMIT:
         problems.append(Problem(f"{where}.tolerance", tolerance, f"at most {FLOAT32_TOLERANCE_LIMIT:g} for float32"))

@@ -29,6 +29,8 @@ DEPTH_LIMIT = 32
 CONTAINER_LIMIT = 1 << 16
 ITEM_LIMIT = 1 << 18
 """Lists and maps of one document, and all their members. One byte of a document can become seventy of memory."""
+TEXT_LIMIT = 1 << 20
+"""Bytes of one text. One character that is not of the alphabet makes four bytes of each of the others."""
 
 CONTENT_LIMIT = 512 << 20
 EXPANSION_LIMIT = 256
@@ -149,8 +151,8 @@ def pack(value: Plain) -> bytes:
     return encoded
 
 
-def unpack(data: bytes, where: str, limit: int = RECORD_LIMIT) -> Plain:
-    """The value of which `data` is the one encoding.
+def unpack(data: bytes, where: str, limit: int = RECORD_LIMIT, *, start: int = 0) -> Plain:
+    """The value of which `data`, from `start` on, is the one encoding.
 
     Raises CorruptArchiveError.
     """
@@ -159,7 +161,7 @@ def unpack(data: bytes, where: str, limit: int = RECORD_LIMIT) -> Plain:
     count = _Count()
     try:
         value = msgpack.unpackb(
-            data,
+            memoryview(data)[start:],
             raw=False,
             strict_map_key=True,
             use_list=True,
@@ -167,13 +169,14 @@ def unpack(data: bytes, where: str, limit: int = RECORD_LIMIT) -> Plain:
             list_hook=count.list,
             max_array_len=ITEM_LIMIT,
             max_map_len=CONTAINER_LIMIT,
+            max_str_len=TEXT_LIMIT,
             max_ext_len=0,
         )
         _check((value,), COUNT_LIMIT)
-        canonical = msgpack.packb(value, use_bin_type=True) == data
+        encoded = msgpack.packb(value, use_bin_type=True)
     except (ValueError, RecursionError) as error:
         raise corrupt(where, f"not valid msgpack ({_reason(error)})") from None
-    if not canonical:
+    if len(encoded) != len(data) - start or not data.endswith(encoded):
         raise corrupt(where, "not canonical msgpack")
     return value
 
@@ -263,9 +266,9 @@ def read_head(data: bytes, where: str) -> Head:
 
     Raises CorruptArchiveError where the frame itself is damaged.
     """
-    version, payload = _split_frame(data, where)
+    version = _read_version(data, where)
     try:
-        plain = unpack(payload, where)
+        plain = unpack(data, where, start=HEADER.size)
     except CorruptArchiveError:
         return Head(version, None)  # of this major it is an error, which `unframe_record` reports
     producer = plain.get("producer") if type(plain) is dict else None
@@ -277,10 +280,10 @@ def unframe_record(data: bytes, where: str) -> dict[str, Any]:
 
     Raises UnsupportedFormatError for another major, CorruptArchiveError for everything else.
     """
-    version, payload = _split_frame(data, where)
+    version = _read_version(data, where)
     if version.major != FORMAT_MAJOR:
         raise _unsupported(read_head(data, where))
-    plain = unpack(payload, where)
+    plain = unpack(data, where, start=HEADER.size)
     if type(plain) is not dict:
         raise corrupt(where, "the record is not a map")
     if plain.get("format") != to_plain(version):
@@ -297,13 +300,13 @@ def _unsupported(head: Head) -> UnsupportedFormatError:
     return UnsupportedFormatError(f"format {head.format} is not one this graphpack reads", problems)
 
 
-def _split_frame(data: bytes, where: str) -> tuple[FormatVersion, bytes]:
+def _read_version(data: bytes, where: str) -> FormatVersion:
     if len(data) < HEADER.size or not data.startswith(MAGIC):
         raise corrupt(where, "not a graphpack record")
     _, major, minor, length = HEADER.unpack_from(data)
     if len(data) != HEADER.size + length:
         raise corrupt(where, f"{len(data)} bytes long where its header says {HEADER.size + length}")
-    return FormatVersion(major=major, minor=minor), data[HEADER.size :]
+    return FormatVersion(major=major, minor=minor)
 
 
 # --- zstd

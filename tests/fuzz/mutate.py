@@ -211,7 +211,7 @@ def _safetensors(data: bytes, random: Random) -> bytes:
 def _columns(data: bytes, random: Random) -> bytes:
     """Rows of a table come and go in all of its columns, or a number in one of them changes."""
     document = msgpack.unpackb(data)
-    if random.randrange(3) == 0:
+    if type(document) is not dict or random.randrange(3) == 0:
         return encode_msgpack(mutate_tree(document, random))
     tables = sorted({key.partition(".")[0] for key in document if "." in key})
     table = random.choice((*tables, "kinds"))

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from random import Random
 
-from graphpack import documents, golden, regions, restore
+from graphpack import documents, golden, regions
 from graphpack.archive import codec, oci, signature
 from graphpack.archive.check import check_features, check_record_layout, check_record_weights, decode_record
 from graphpack.archive.looks import looks_like
@@ -26,6 +26,7 @@ from graphpack.backends.cuda import columns
 from graphpack.backends.cuda.images import check_image, needs_of
 from graphpack.errors import CorruptArchiveError, GraphpackError, UnsupportedFormatError, WeightsMismatchError
 from graphpack.graph import Bucket, TensorSpec
+from graphpack.identity.agreement import check_model
 from graphpack.identity.digests import config_digest, settings_digest
 from graphpack.identity.layout import check_layout, check_regions
 from graphpack.identity.weights import weights_root
@@ -93,7 +94,7 @@ def take_record(data: bytes) -> None:
     entry = Entry(EntryRef("tag", "0" * 64, 1), record, "0" * 64)
     documents.dumps(documents._entry(entry, graphs=True, kernels=True))
     problems = [*check_record_weights(record), *check_record_layout(record), *check_regions(record.layout)]
-    problems += restore._check_model(record.model, record.weights)
+    problems += check_model(record.model, record.weights)
     stored, kept = regions.stored_specs(record.weights), regions.constant_specs(record.layout.regions)
     expected = regions.expected_regions(record.graphs, stored, kept, record.model.effective_dtype)
     problems += check_layout(record.layout, expected, regions.CAPTURE_VERSION)

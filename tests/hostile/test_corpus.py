@@ -1,0 +1,62 @@
+"""Every hostile archive is refused in the words and with the exit status of graphpack, costs next to nothing, and
+neither runs nor writes anything; and something that looks almost the same is restored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.hostile import blobs, documents, files
+from tests.hostile.case import Edit, nothing
+from tests.hostile.conftest import Reader, Reading, snapshot
+
+CASES = {**documents.CASES, **files.CASES, **blobs.CASES}
+LOAD = ("load", "--verify")
+MEMORY = 64 << 20
+BOMB_SECONDS = 0.1
+
+
+def refused(reading: Reading, codes: tuple[int, ...]) -> None:
+    assert reading.exit in codes, reading.output
+    assert "Traceback" not in reading.output
+    assert "internal error" not in reading.output
+    assert reading.events == [], "nothing is run, written, imported or loaded for a refusal"
+    assert reading.growth < MEMORY
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_hostile_is_refused(name: str, archive: Path, reader: Reader) -> None:
+    case = CASES[name]
+    case.edit(archive)
+    before = snapshot(archive.parent)
+    for command, codes in ((LOAD, case.codes), (("inspect",), (0, *case.codes))):
+        reading = reader(command[0], archive, *command[1:])
+        refused(reading, codes)
+        if case.bomb:
+            assert reading.seconds < BOMB_SECONDS
+        assert snapshot(archive.parent) == before
+    assert not (archive.parent / documents.MARK).exists()
+
+
+TWINS = {case.twin: f"twin of {name}" for name, case in reversed(CASES.items()) if case.twin is not nothing}
+
+
+@pytest.mark.parametrize("twin", TWINS, ids=TWINS.values())
+def test_what_is_almost_the_same_is_restored(twin: Edit, archive: Path, reader: Reader) -> None:
+    twin(archive)
+    before = snapshot(archive.parent)
+    reading = reader("load", archive, "--verify")
+    assert reading.exit == 0, reading.output
+    assert reader("inspect", archive).exit == 0
+    assert snapshot(archive.parent) == before
+
+
+def test_the_archive_as_it_was_is_restored(archive: Path, reader: Reader) -> None:
+    before = snapshot(archive.parent)
+    reading = reader(LOAD[0], archive, *LOAD[1:])
+    assert reading.exit == 0, reading.output
+    # The two objects, from memory files: what a refusal never comes to.
+    assert [event[0] for event in reading.events] == ["ctypes.dlopen"] * 2
+    assert all(event[1].startswith("/proc/self/") for event in reading.events)
+    assert snapshot(archive.parent) == before
