@@ -159,9 +159,11 @@ def unpack(data: bytes, where: str, limit: int = RECORD_LIMIT, *, start: int = 0
     if len(data) > limit:
         raise corrupt(where, f"{len(data)} bytes of msgpack, more than the limit of {limit}")
     count = _Count()
+    packer = msgpack.Packer(use_bin_type=True, autoreset=False)
+    payload = memoryview(data)[start:]
     try:
         value = msgpack.unpackb(
-            memoryview(data)[start:],
+            payload,
             raw=False,
             strict_map_key=True,
             use_list=True,
@@ -173,10 +175,10 @@ def unpack(data: bytes, where: str, limit: int = RECORD_LIMIT, *, start: int = 0
             max_ext_len=0,
         )
         _check((value,), COUNT_LIMIT)
-        encoded = msgpack.packb(value, use_bin_type=True)
+        packer.pack(value)
     except (ValueError, RecursionError) as error:
         raise corrupt(where, f"not valid msgpack ({_reason(error)})") from None
-    if len(encoded) != len(data) - start or not data.endswith(encoded):
+    if packer.getbuffer() != payload:
         raise corrupt(where, "not canonical msgpack")
     return value
 
@@ -189,19 +191,24 @@ class _Count:
         self.items = 0
 
     def list(self, found: list[Any]) -> list[Any]:
-        self.containers += 1
-        self.items += len(found)
-        if self.containers > CONTAINER_LIMIT or self.items > ITEM_LIMIT:
-            raise ValueError(f"more than {CONTAINER_LIMIT} containers or {ITEM_LIMIT} values")
+        self._count(len(found))
         return found
 
     def map(self, found: dict[str, Any]) -> dict[str, Any]:
-        keys = self.list([*found])
-        if not all(type(key) is str for key in keys):
-            raise ValueError("a key that is not text")
-        if keys != sorted(keys):
-            raise ValueError("keys that are not sorted")
+        self._count(len(found))
+        keys = [*found]
+        try:
+            if keys != sorted(keys):
+                raise ValueError("keys that are not sorted")
+        except TypeError:
+            raise ValueError("a key that is not text") from None
         return found
+
+    def _count(self, members: int) -> None:
+        self.containers += 1
+        self.items += members
+        if self.containers > CONTAINER_LIMIT or self.items > ITEM_LIMIT:
+            raise ValueError(f"more than {CONTAINER_LIMIT} containers or {ITEM_LIMIT} values")
 
 
 def _check(members: Iterable[Any], integer_limit: float, depth: int = 0) -> None:
