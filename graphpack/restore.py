@@ -90,7 +90,7 @@ class _Restore:
                 self._check_trust()
             with self._stage("environment"):
                 self._check_environment()
-            self._session.prepare(self._record, self._blobs)
+            self._session.prepare(self._record, self._blobs, self._request)
             with self._stage("weights"):
                 located = self._open_weights()
                 source = undo.enter_context(located.source)

@@ -85,7 +85,7 @@ class Session(Protocol):
     ) -> Memory:
         """Memory for every region. Weights may still be on their way, see `Memory.ready`."""
 
-    def prepare(self, record: Record, blobs: Mapping[str, bytes]) -> None:
+    def prepare(self, record: Record, blobs: Mapping[str, bytes], request: LoadRequest) -> None:
         """Begin, in threads, what needs no memory of the entry's. What goes wrong there comes with its rung."""
 
     def check_blobs(self, record: Record, blobs: Mapping[str, bytes]) -> None:

@@ -80,7 +80,7 @@ class CpuSession:
         self._memory = CpuMemory(record.layout.regions, weights, constants, copy_weights=request.copy_weights)
         return self._memory
 
-    def prepare(self, record: Record, blobs: Mapping[str, bytes]) -> None:
+    def prepare(self, record: Record, blobs: Mapping[str, bytes], request: LoadRequest) -> None:
         """Nothing here takes long enough."""
 
     def check_blobs(self, record: Record, blobs: Mapping[str, bytes]) -> None:

@@ -26,7 +26,8 @@ class CudaMemory:
     """See `graphpack.backends.Memory`. Weights travel from the start on; `ready` waits for them.
 
     Regions in memory that the caller holds, `placement.bound`, are neither filled nor zeroed: they are the caller's.
-    Closing calls `closed` last, when nothing on the device is held any more.
+    Closing closes the weights too, and calls `closed` last, when nothing on the device is held any more. A memory that
+    cannot be made leaves both to its caller.
     """
 
     def __init__(
@@ -46,8 +47,7 @@ class CudaMemory:
         self._own = {region.name: region for region in layout.regions if region.name not in placement.bound}
         self._regions = {region.name: region for region in layout.regions}
         self._undo = ExitStack()
-        self._undo.callback(closed)
-        self._undo.callback(weights.close)
+        self._weights, self._when_closed = weights, closed
         self._staging: HostBuffer | None = None
         self._closed = False
         driver.set_context(context)
@@ -117,7 +117,10 @@ class CudaMemory:
         if not self._closed:
             self._closed = True
             self._driver.set_context(self._context)
-            self._undo.close()
+            with ExitStack() as last:
+                last.callback(self._when_closed)
+                last.callback(self._weights.close)
+                self._undo.close()
 
 
 def own_region(bucket: object, name: str) -> str:

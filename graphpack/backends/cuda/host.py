@@ -11,8 +11,8 @@ import numpy as np
 from graphpack.backends.cuda.driver import Driver
 
 HUGE_PAGE = 2 << 20
-_POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE, from Linux 5.14 on; Python has no name for it."""
+POPULATE_WRITE = 23
+"""MADVPOPULATE_WRITE, from Linux 5.14 on; Python has no name for it."""
 
 
 class HostPages:
@@ -38,7 +38,7 @@ def _make_pages(array: np.ndarray) -> None:
     Through ctypes, which lets other threads run meanwhile.
     """
     advise = ctypes.CDLL(None).madvise
-    for advice in (mmap.MADV_HUGEPAGE, _POPULATE_WRITE):
+    for advice in (mmap.MADV_HUGEPAGE, POPULATE_WRITE):
         advise(ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(len(array)), advice)
 
 

@@ -150,7 +150,8 @@ def _edge_problems(driver: Driver, graph: int, edges: np.ndarray, nodes: np.ndar
         found[field] = order[np.searchsorted(nodes, handles, sorter=order)]
     for field in ("from_port", "to_port", "type"):
         found[field] = data[field]
-    found.sort(order=list(c.EDGES.names or ()))
+    # As `sort` by all fields would order them, but that compares row by row.
+    found = found[np.lexsort([found[field] for field in reversed(c.EDGES.names or ())])]
     if np.array_equal(found, edges):
         return []
     if len(found) != len(edges):

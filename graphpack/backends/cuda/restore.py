@@ -14,6 +14,7 @@ from graphpack.backends.cuda.columns import GraphColumns, decode, topology
 from graphpack.backends.cuda.device_memory import CudaMemory, own_region
 from graphpack.backends.cuda.driver import Driver, driver
 from graphpack.backends.cuda.executable import CudaGraph
+from graphpack.backends.cuda.heap import HeapPages
 from graphpack.backends.cuda.host import HostPages
 from graphpack.backends.cuda.images import Images, check_image, needs_of
 from graphpack.backends.cuda.placement import place
@@ -31,6 +32,9 @@ GRANULARITY = 2 << 20
 """What device memory is mapped in."""
 ADDRESS_LIMIT = 1 << 47
 _CHECKING_THREADS = 8
+_NODE_BYTES = 8 << 10
+"""About what a node takes of the host's memory, in a graph and in its executable."""
+_HEAP_LIMIT = 256 << 20
 
 
 class CudaBackend:
@@ -51,6 +55,7 @@ class CudaSession:
         self._device = DeviceSession(ordinal, load)
         self._decoding: dict[Bucket, Future[tuple[GraphColumns, str]]] = {}
         self._pages: HostPages | None = None
+        self._heap: HeapPages | None = None
         self._columns: dict[Bucket, GraphColumns] = {}
         self._contents: dict[str, bytes] = {}
         self._files: dict[str, str] = {}
@@ -96,8 +101,8 @@ class CudaSession:
                 ]
         return problems
 
-    def prepare(self, record: Record, blobs: Mapping[str, bytes]) -> None:
-        """Decode the graphs and make the pages that weights travel through, in threads."""
+    def prepare(self, record: Record, blobs: Mapping[str, bytes], request: LoadRequest) -> None:
+        """Decode the graphs, and make the pages that weights travel through and graphs will take, in threads."""
         pool = ThreadPoolExecutor(1, "graphpack-decode")
         regions = record.layout.regions
         self._decoding = {
@@ -106,11 +111,13 @@ class CudaSession:
         }
         pool.shutdown(wait=False)
         self._pages = staging_pages(record.weights.bytes)
+        if not request.lazy_graphs:
+            nodes = sum(graph.nodes for graph in record.graphs)
+            self._heap = HeapPages(min(nodes * _NODE_BYTES, _HEAP_LIMIT))
+            self._undo.callback(self._heap.close)
 
     def check_blobs(self, record: Record, blobs: Mapping[str, bytes]) -> None:
         """Take the decoded graphs and check every image. Raises CorruptArchiveError."""
-        if not self._decoding:
-            self.prepare(record, blobs)
         problems = []
         for position, graph in enumerate(record.graphs):
             columns, computed = self._decoding[graph.bucket].result()
@@ -174,6 +181,9 @@ class CudaSession:
         self._undo.callback(images.close)
         images.load(self._contents, needs_of(self._columns.values()), self._files)
         device.driver.set_context(device.context)
+        heap, self._heap = self._heap, None
+        if heap is not None:
+            heap.release()
         graphs: dict[Bucket, CudaGraph] = {}
         with ExitStack() as undo:
             for graph in sorted(record.graphs, key=lambda graph: graph.bucket):
@@ -184,6 +194,8 @@ class CudaSession:
                     built.prepare()
                 graphs[graph.bucket] = built
             undo.pop_all()
+        if heap is not None:
+            heap.close()
         return graphs
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -210,9 +211,15 @@ class _Worker(ABC):
 
     def __init__(self, driver: Driver, source: WeightSource) -> None:
         self._driver, self._source = driver, source
-        self._stream = driver.create_stream()
-        self._events = [driver.create_event(), driver.create_event()]
         self._turn = 0
+        with ExitStack() as undo:
+            self._stream = driver.create_stream()
+            undo.callback(driver.destroy_stream, self._stream)
+            self._events = []
+            for _ in range(2):
+                self._events.append(driver.create_event())
+                undo.callback(driver.destroy_event, self._events[-1])
+            self._undo = undo.pop_all()
 
     @abstractmethod
     def take(self, work: deque[_Piece]) -> _Piece:
@@ -232,9 +239,7 @@ class _Worker(ABC):
         self._driver.synchronize_stream(self._stream)
 
     def close(self) -> None:
-        for event in self._events:
-            self._driver.destroy_event(event)
-        self._driver.destroy_stream(self._stream)
+        self._undo.close()
 
 
 class _MappedWorker(_Worker):

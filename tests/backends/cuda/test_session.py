@@ -101,6 +101,7 @@ def restored(session: CudaSession, wanted: LoadRequest, made: Record | None = No
     made = made or record()
     memory = session.allocate(made, weights(), {"table": CONTENT["table"]}, wanted)
     try:
+        session.prepare(made, BLOBS, wanted)
         session.check_blobs(made, BLOBS)
         (executable,) = session.rebuild(made, BLOBS, wanted).values()
         memory.ready()
@@ -229,6 +230,7 @@ def test_a_device_that_is_not_there(driver: FakeDriver) -> None:
 )
 def test_an_object_that_is_not_its_graph_is_refused(session: CudaSession, changes: dict[str, Any], what: str) -> None:
     with pytest.raises(CorruptArchiveError) as refused:
+        session.prepare(record(graphs=(graph(**changes),)), BLOBS, LoadRequest(archive=Path()))
         session.check_blobs(record(graphs=(graph(**changes),)), BLOBS)
     assert what in str(refused.value)
 
@@ -238,6 +240,7 @@ def test_images_of_another_processor_are_refused(session: CudaSession) -> None:
     assert made.environment.cuda
     other = replace(made.environment, cuda=replace(made.environment.cuda, capability="10.0"))
     with pytest.raises(CorruptArchiveError, match="policy for native code") as refused:
+        session.prepare(replace(made, environment=other), BLOBS, LoadRequest(archive=Path()))
         session.check_blobs(replace(made, environment=other), BLOBS)
     assert {problem.where for problem in refused.value.problems} == {
         blob_file(sha256(b"one")),
@@ -246,6 +249,7 @@ def test_images_of_another_processor_are_refused(session: CudaSession) -> None:
 
 
 def test_nothing_is_loaded_by_checking(driver: FakeDriver, session: CudaSession) -> None:
+    session.prepare(record(), BLOBS, LoadRequest(archive=Path()))
     session.check_blobs(record(), BLOBS)
     assert not driver.calls["load_library"]
 

@@ -1,0 +1,66 @@
+"""Pages of this process's heap, made before the driver asks malloc for them.
+
+A graph takes kilobytes of host memory a node, in many small pieces. With fresh pages, each of which the kernel makes in
+the middle of a driver call, building and instantiating a graph took half as long again as with pages that were there
+(one H200, 7,864 nodes: 15.8 and 10.5 us a node). They are made in a thread while the device starts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from ctypes import c_size_t, c_void_p
+from threading import Thread
+
+from graphpack.backends.cuda.host import POPULATE_WRITE
+
+CHUNK = 96 << 10
+"""Below what malloc makes mappings of their own for, which would be gone when they are freed."""
+
+_BETWEEN = 64
+"""Most that lies between two chunks that follow each other: malloc's own words."""
+
+
+class HeapPages:
+    """`size` bytes taken from malloc, for the thread that takes them and will build graphs."""
+
+    def __init__(self, size: int) -> None:
+        self._libc = ctypes.PyDLL(None)
+        self._libc.malloc.restype = c_void_p
+        self._libc.malloc.argtypes = (c_size_t,)
+        self._libc.free.argtypes = (c_void_p,)
+        found = (self._libc.malloc(CHUNK) for _ in range(-(-size // CHUNK)))
+        self._chunks = [address for address in found if address]
+        self._making = Thread(target=_make_pages, args=(spans(self._chunks),), name="graphpack-heap", daemon=True)
+        self._making.start()
+
+    def release(self) -> None:
+        """Let malloc have them, all but the newest: at the heap's end, it keeps the others from going to the system."""
+        self._making.join()
+        while len(self._chunks) > 1:
+            self._libc.free(self._chunks.pop(0))
+
+    def close(self) -> None:
+        """Let go of everything. Closing twice is fine."""
+        self._making.join()
+        while self._chunks:
+            self._libc.free(self._chunks.pop())
+
+
+def spans(chunks: list[int]) -> list[tuple[int, int]]:
+    """(start, end) of what lies together: chunks follow each other, but for malloc's own few bytes."""
+    found: list[tuple[int, int]] = []
+    for start in sorted(chunks):
+        if found and start - found[-1][1] <= _BETWEEN:
+            found[-1] = (found[-1][0], start + CHUNK)
+        else:
+            found.append((start, start + CHUNK))
+    return found
+
+
+def _make_pages(found: list[tuple[int, int]]) -> None:
+    """Advice that an old kernel does not know: pages are then made at their first use, as without it."""
+    libc = ctypes.CDLL(None)
+    for start, end in found:
+        page = start & -mmap.PAGESIZE
+        libc.madvise(c_void_p(page), c_size_t(end - page), POPULATE_WRITE)
