@@ -110,6 +110,8 @@ class CudaMemory:
         if self._staging is None or len(self._staging) < size:
             self._staging = HostBuffer(self._driver, size)
             self._undo.callback(self._staging.close)
+            # A step that failed half-way has copies under way.
+            self._undo.callback(self._driver.synchronize_stream, self.stream)
         return self._staging
 
     def close(self) -> None:
