@@ -68,7 +68,7 @@ def memory(name: str) -> int:
 
 
 def serve(good: str) -> None:
-    for command in (["inspect", good], ["load", good, "--verify"], ["load", "/nowhere"]):
+    for command in (["inspect", good], ["verify", good], ["load", good, "--verify"], ["load", "/nowhere"]):
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             run(command)
     sys.stdout.write("ready\n")

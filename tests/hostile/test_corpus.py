@@ -3,7 +3,6 @@ neither runs nor writes anything; and something that looks almost the same is re
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,11 +25,6 @@ def refused(reading: Reading, codes: tuple[int, ...]) -> None:
     assert reading.growth < MEMORY
 
 
-def least_seconds(reading: Reading, again: Callable[[], Reading]) -> float:
-    """Of three readings, if need be: another process may have had the processor's cache."""
-    return reading.seconds if reading.seconds < BOMB_SECONDS else min(again().seconds, again().seconds)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_hostile_is_refused(name: str, archive: Path, reader: Reader) -> None:
     case = CASES[name]
@@ -39,8 +33,10 @@ def test_what_is_hostile_is_refused(name: str, archive: Path, reader: Reader) ->
     for command, codes in ((LOAD, case.codes), (("inspect",), (0, *case.codes))):
         reading = reader(command[0], archive, *command[1:])
         refused(reading, codes)
-        if case.bomb:
-            assert least_seconds(reading, lambda: reader(command[0], archive, *command[1:])) < BOMB_SECONDS
+        if case.bomb and reading.seconds >= BOMB_SECONDS:
+            # Another process may have had the processor's cache.
+            reading = reader(command[0], archive, *command[1:])
+        assert not case.bomb or reading.seconds < BOMB_SECONDS
         assert snapshot(archive.parent) == before
     assert not (archive.parent / documents.MARK).exists()
 
