@@ -20,11 +20,11 @@ from graphpack.archive import oci
 from graphpack.archive.record import Record
 from graphpack.archive.store import Archive
 from graphpack.backends.cuda import columns as c
-from graphpack.backends.cuda import structs
+from graphpack.backends.cuda.structs import NODE_KERNEL, NODE_MEMCPY, NODE_MEMSET
 from graphpack.convert import convert
 from graphpack.regions import unpack_constants
 from tests.backends.cuda.entry import record_goldens
-from tests.backends.cuda.fake_driver import FakeDriver, Node
+from tests.backends.cuda.fake_driver import FakeDriver, Graph, Node
 
 ARCHIVES = tuple(sorted((Path(__file__).parents[2] / "archives").glob("cuda-*")))
 STEPS = 6
@@ -52,11 +52,12 @@ class AnsweringDriver(FakeDriver):
     """Outputs are made from the launched graph, the weights and constants in memory, and the inputs of the step.
 
     An address counts as what `record` has there, which must be the record that is restored; regions may not be
-    scattered.
+    scattered. With another `salt` it is a device that computes other bits.
     """
 
     def __init__(self, record: Record) -> None:
         super().__init__()
+        self.salt = b""
         self._regions = sorted(record.layout.regions, key=lambda region: region.offset)
         self._offsets = [region.offset for region in self._regions]
         self._dtype = record.model.effective_dtype
@@ -70,15 +71,16 @@ class AnsweringDriver(FakeDriver):
 
     def launch(self, executable: int, stream: int) -> None:
         self._enter("launch")
+        description, start = self._described.get(executable) or self._describe(executable)
 
         def work() -> None:
-            description, start = self._described.get(executable) or self._describe(executable)
             kept = b"".join(
                 self.read(start + region.offset, region.bytes)
                 for region in sorted(self._regions, key=lambda region: region.name)
                 if region.kind in ("weight", "constant")
             )
-            self._seeds[stream] = hashlib.sha256(description + kept + b"".join(self._inputs.pop(stream, []))).digest()
+            given = b"".join(self._inputs.pop(stream, []))
+            self._seeds[stream] = hashlib.sha256(self.salt + description + kept + given).digest()
 
         self.streams[stream].append(work)
 
@@ -92,16 +94,26 @@ class AnsweringDriver(FakeDriver):
 
     def _describe(self, executable: int) -> tuple[bytes, int]:
         graph = self.executables[executable]
-        start = min(self.reserved)
+        start = self._start_of(graph)
         positions = {node: index for index, node in enumerate(graph.nodes)}
         edges = sorted((positions[a], positions[b], *record) for (a, b), record in graph.edges.items())
         nodes = [list(self._node(self.nodes[node], start)) for node in graph.nodes]
         self._described[executable] = repr((nodes, edges)).encode(), start
         return self._described[executable]
 
+    def _start_of(self, graph: Graph) -> int:
+        """Of the reservation that the first address in a graph lies in."""
+        for function, _, values in (self.nodes[n].details for n in graph.nodes if self.nodes[n].kind == NODE_KERNEL):
+            for (offset, _), value in zip(function.parameters, values, strict=True):
+                for word in np.frombuffer(value[-offset % 8 :][: len(value) // 8 * 8], "<u8").tolist():
+                    found = self.pointer_range(word)
+                    if found:
+                        return found[0]
+        raise AssertionError("no address in any parameter")
+
     def _node(self, node: Node, start: int) -> Iterator[Any]:
         yield node.kind, [(number, value) for number, value in sorted(node.attributes.items()) if number in _DECISIVE]
-        if node.kind == structs.NODE_KERNEL:
+        if node.kind == NODE_KERNEL:
             function, row, values = node.details
             yield function.image, function.name
             yield row["grid"].tolist(), row["block"].tolist(), int(row["shared"])
@@ -110,11 +122,11 @@ class AnsweringDriver(FakeDriver):
                 end = first + (len(value) - first) // 8 * 8
                 words = np.frombuffer(value[first:end], "<u8").tolist()
                 yield value[:first], [self._meaning(word, start) for word in words], value[end:]
-        elif node.kind == structs.NODE_MEMCPY:
+        elif node.kind == NODE_MEMCPY:
             copy = node.details
             yield self._meaning(copy.src_device, start), self._meaning(copy.dst_device, start)
             yield [int(getattr(copy, name)) for name in ("width", "height", "depth", "src_pitch", "dst_pitch")]
-        elif node.kind == structs.NODE_MEMSET:
+        elif node.kind == NODE_MEMSET:
             row = node.details
             yield self._meaning(int(row["dst"]), start), row.tolist()[1:]
 
