@@ -106,11 +106,14 @@ class _Restore:
                 raise
             self._hash_weights(source)
             with self._stage("graphs"):
+                self._session.check_blobs(self._record, self._blobs)
+            goldens = self._goldens()
+            with self._stage("graphs"):
                 graphs = self._rebuild(undo)
             with self._stage("upload"):
                 memory.ready()
                 self._check_unchanged(source)
-            verified = self._verify(graphs, memory)
+            verified = self._verify(graphs, memory, goldens)
             undo.pop_all()
         return RestoredModel(self._record, graphs, memory, self._result(memory, verified))
 
@@ -232,7 +235,6 @@ class _Restore:
             raise WeightsMismatchError("the checkpoint changed while it was being loaded", problems)
 
     def _rebuild(self, undo: ExitStack) -> dict[Bucket, tuple[Graph, Executable]]:
-        self._session.check_blobs(self._record, self._blobs)
         built = self._session.rebuild(self._record, self._blobs, self._request)
         for executable in built.values():
             undo.callback(executable.close)
@@ -240,20 +242,26 @@ class _Restore:
         self._ladder.passed("objects", f"{len(graphs)} graph{'s' if len(graphs) > 1 else ''}")
         return graphs
 
-    def _verify(self, graphs: dict[Bucket, tuple[Graph, Executable]], memory: Memory) -> tuple[VerifiedBucket, ...]:
-        if not (self._request.verify or self._other_device):
+    def _goldens(self) -> dict[Bucket, Golden]:
+        """What to replay, if anything. Part of the rung `outputs`, but decoded before anything native is loaded."""
+        goldens: dict[Bucket, Golden] = {}
+        for graph in self._record.graphs if self._request.verify or self._other_device else ():
+            where = f"blobs/sha256/{graph.golden}"
+            found = golden.decode(self._golden_blob(graph), graph.bucket, graph.inputs, graph.outputs[0], where)
+            if found.steps != graph.golden_steps:
+                problem = Problem(where, f"{graph.golden_steps} steps", f"{found.steps} steps in the blob")
+                raise CorruptArchiveError("a golden is not what its graph describes", [problem])
+            goldens[graph.bucket] = found
+        return goldens
+
+    def _verify(
+        self, graphs: dict[Bucket, tuple[Graph, Executable]], memory: Memory, goldens: dict[Bucket, Golden]
+    ) -> tuple[VerifiedBucket, ...]:
+        if not goldens:
             self._ladder.skipped("outputs", "load --verify replays the goldens")
             return ()
         memory.exact = memory.exact and not self._other_device
         with self._stage("verify"):
-            goldens: dict[Bucket, Golden] = {}
-            for graph in self._record.graphs:
-                where = f"blobs/sha256/{graph.golden}"
-                found = golden.decode(self._golden_blob(graph), graph.bucket, graph.inputs, graph.outputs[0], where)
-                if found.steps != graph.golden_steps:
-                    problem = Problem(where, f"{graph.golden_steps} steps", f"{found.steps} steps in the blob")
-                    raise CorruptArchiveError("a golden is not what its graph describes", [problem])
-                goldens[graph.bucket] = found
             try:
                 verified = verify_graphs(self._name, graphs, memory, goldens)
             except InputError as error:
