@@ -52,7 +52,12 @@ def sign(
             expires=None if days is None else time_text(now + timedelta(days=days)),
         )
         fingerprint = private.public.fingerprint
-        archive.add_signature(entry.ref, encode_bundle(statement, private.sign(message_of(statement)), fingerprint))
+        bundle = encode_bundle(statement, private.sign(message_of(statement)), fingerprint)
+        try:
+            archive.add_signature(entry.ref, bundle)
+        except BaseException:
+            archive.discard()
+            raise
         row = signature_row(fingerprint, statement)
         signed.append(SignedEntry(name=entry.name, digest=entry.ref.digest, signature=row))
     return signed
@@ -60,8 +65,8 @@ def sign(
 
 def _last_serial(signatures: Sequence[Signed], key: PublicKey) -> int:
     """Of this key's own signatures, -1 without one: another's could have any number."""
-    own = (signed for signed in signatures if signed.key == key.fingerprint)
-    return max((signed.statement.serial for signed in own if key.made(signed.signature, signed.message)), default=-1)
+    own = (signed.statement.serial for signed in signatures if key.made(signed.signature, signed.message))
+    return max(own, default=-1)
 
 
 def _next_serial(entry: Entry, last: int, asked: int | None, default: int) -> int:

@@ -48,7 +48,7 @@ def find_policy(trusted_keys: Sequence[Path] = (), require_signature: bool = Fal
     Raises UsageError, NotFoundError, UntrustedError and StorageError for a place or a key that cannot be used: then
     nothing may be loaded.
     """
-    given = Place(keys=tuple(trusted_keys), required=True if require_signature or trusted_keys else None)
+    given = Place(keys=tuple(trusted_keys), required=require_signature or None)
     return join((given, _environment(), _user(), _file(SYSTEM_FILE)))
 
 

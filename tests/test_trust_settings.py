@@ -242,6 +242,20 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_policy() == Policy()
 
 
+def test_a_home_that_is_no_place_is_looked_up(
+    keys: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    (home / ".config" / "graphpack").mkdir(parents=True)
+    write(home / ".config" / "graphpack" / "trust.yaml", trusted_keys=[str(keys[0])])
+    user = pwd.struct_passwd(("name", "x", os.geteuid(), 0, "", str(home), "/bin/sh"))
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: user)
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    for value in ("", ".", "home"):
+        monkeypatch.setenv("HOME", value)
+        assert find_policy().keys == (public(KEY),)
+
+
 def test_the_home_of_another_is_not_asked(
     keys: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

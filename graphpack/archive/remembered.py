@@ -7,7 +7,6 @@ changes a file changes these; what a disk loses by itself they do not show.
 from __future__ import annotations
 
 import os
-import re
 import stat
 import time
 from pathlib import Path
@@ -85,5 +84,4 @@ def _read(file: Path) -> dict[str, str]:
     own = all(
         found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) for found in (status, folder)
     )
-    good = all(type(digest) is str and re.fullmatch("[0-9a-f]{64}", digest) for digest in known.values())
-    return known if own and good else {}
+    return known if own else {}

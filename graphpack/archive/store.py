@@ -153,7 +153,9 @@ class Archive(Reader):
             index = self.current_index()
             if ref.digest not in {held.digest for held in index.descriptors}:
                 raise StorageError(f"{self.path} was changed while an entry was signed; run it again")
-            self._write_index(index.replacing(self._signatures_of(index, {ref.digest}), new))
+            old = self._signatures_of(index, {ref.digest})
+            left = self._blobs_of(index, {index.descriptors[position].digest for position in old})
+            self._write_index(index.replacing(old, new), left)
 
     def _signatures_of(self, index: oci.Index, entries: Collection[str]) -> list[int]:
         """Positions of the signatures of entries. A signature that cannot be read is nobody's."""

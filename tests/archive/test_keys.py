@@ -52,9 +52,13 @@ def test_no_two_keys_are_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("there", ["k", "k.pub"])
-def test_nothing_is_written_over(tmp_path: Path, there: str) -> None:
+def test_nothing_is_written_over(tmp_path: Path, there: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / there).symlink_to(tmp_path / "nothing")
     with pytest.raises(UsageError, match="no key is written over"):
+        make_key(tmp_path / "k")
+    assert os.listdir(tmp_path) == [there]
+    monkeypatch.setattr(os.path, "lexists", lambda path: False)  # made by another a moment later
+    with pytest.raises(StorageError):
         make_key(tmp_path / "k")
     assert os.listdir(tmp_path) == [there]
     (tmp_path / there).unlink()

@@ -26,6 +26,7 @@ from tests.archive.build import (
     write_index,
 )
 from tests.archive.signed import (
+    ANNOTATIONS,
     KEY,
     OTHER,
     attach,
@@ -199,6 +200,7 @@ def test_one_good_signature_among_others(archive: Path) -> None:
 def test_what_others_attach_is_passed_over(archive: Path) -> None:
     signed_with(archive)
     attach(archive, b"{}", annotations={"dev.sigstore.bundle.predicateType": "https://slsa.dev/provenance/v1"})
+    attach(archive, b"{}", annotations={**ANNOTATIONS, "org.opencontainers.image.created": "2026-01-01T00:00:00Z"})
     attach(archive, b"{}", artifactType="application/vnd.cncf.notary.signature")
     attach(archive, b"{}", artifactType="application/spdx+json", annotations={})
     assert trust(archive, policy()).statement

@@ -14,7 +14,7 @@ import pytest
 
 from graphpack.archive import remembered
 from graphpack.archive.store import Archive
-from tests.archive.build import blob_path, make_archive, make_record, reseal
+from tests.archive.build import blob_path, make_archive, make_record, read_record, reseal
 from tests.cli.conftest import Run, environment
 
 GOLDEN = Path(__file__).parents[1] / "archives" / "cpu-1.0"
@@ -205,6 +205,42 @@ def test_records_that_contradict_themselves(run: Run, archive: Path, field: str,
     verified(run, "full")
     reseal(archive, field, value)
     assert run("verify", "archive").code == code
+
+
+def test_cuda_graphs_without_a_device(run: Run, tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN.with_name("cuda-compiled-1.0"), tmp_path / "archive")
+    entry = verified(run, "full")
+    assert "that every blob is what the record says" in entry["proven"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("graphs.0.topology", "0" * 64, "topology"),
+        ("graphs.0.nodes", 1, "nodes"),
+        ("environment.cuda.capability", "8.0", "sm_90"),
+    ],
+    ids=str,
+)
+def test_cuda_graphs_that_are_not_what_their_record_says(
+    run: Run, tmp_path: Path, field: str, value: object, said: str
+) -> None:
+    shutil.copytree(GOLDEN.with_name("cuda-compiled-1.0"), tmp_path / "archive")
+    reseal(tmp_path / "archive", field, value)
+    outcome = run("verify", "archive")
+    assert outcome.code == 4
+    assert said in outcome.err
+
+
+def test_kernel_images_in_each_others_place(run: Run, tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN.with_name("cuda-compiled-1.0"), tmp_path / "archive")
+    images = read_record(tmp_path / "archive")["graphs"][0]["images"]
+    reseal(tmp_path / "archive", "graphs.0.images", images[::-1])
+    outcome = run("verify", "archive")
+    assert outcome.code == 4
+    assert images[0] in outcome.err
+    reseal(tmp_path / "archive", "graphs.0.images", images)
+    verified(run, "full")
 
 
 def test_one_entry_of_several(run: Run, tmp_path: Path) -> None:
