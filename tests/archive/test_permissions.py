@@ -5,16 +5,25 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from graphpack import trust_settings
 from graphpack.archive.permissions import check_permissions, read_protected
 from graphpack.archive.store import Archive
-from graphpack.archive.trust import Policy
-from graphpack.errors import CorruptArchiveError, NotFoundError, StorageError, UntrustedError, UsageError
-from tests.archive.build import blob_path
+from graphpack.archive.trust import Policy, Trusted
+from graphpack.errors import (
+    CorruptArchiveError,
+    GraphpackError,
+    NotFoundError,
+    StorageError,
+    UntrustedError,
+    UsageError,
+)
+from tests.archive.build import blob_path, make_archive
 from tests.archive.signed import digest_of, policy, signed_with, trust
 
 STRANGER = 12345
@@ -170,8 +179,6 @@ def test_what_was_read_is_what_is_judged(archive: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("umask", [0o002, 0o000, 0o077], ids=oct)
 def test_what_is_saved_under_any_umask_can_be_loaded(tmp_path: Path, umask: int) -> None:
-    from tests.archive.build import make_archive
-
     before = os.umask(umask)
     try:
         make_archive(tmp_path / "archive")
@@ -180,6 +187,56 @@ def test_what_is_saved_under_any_umask_can_be_loaded(tmp_path: Path, umask: int)
         os.umask(before)
     (tmp_path / "archive" / "index.json").chmod(0o644)
     assert trust(tmp_path / "archive", Policy()).statement is None
+
+
+NOBODY = 65534
+
+
+def as_nobody(call: Callable[[], object]) -> int:
+    """The exit code of what `call` raises in a process of a user without a home, 0 if it raises nothing."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            call()
+            code = 0
+        except GraphpackError as error:
+            code = error.code
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.parametrize("home", ["/root", "/nonexistent", "", "."])
+def test_another_user_in_earnest(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root's archive is fine for anybody, their own too, a third one's is not; HOME may be that of root."""
+    monkeypatch.setenv("HOME", home)
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        archive = Path(name, "archive")
+        make_archive(archive)
+        monkeypatch.setattr(trust_settings, "SYSTEM_FILE", Path(name, "etc", "trust.yaml"))
+
+        def trusted() -> Trusted:
+            return trust(archive, trust_settings.find_policy())
+
+        assert trusted().reason == "unsigned, permissions private"
+        assert as_nobody(trusted) == 0
+        for path in (archive, *archive.rglob("*")):
+            os.chown(path, NOBODY, NOBODY)
+        assert as_nobody(trusted) == 0
+        with pytest.raises(UntrustedError, match="owned by user 65534"):
+            trusted()
+        (archive / "index.json").chmod(0o664)
+        assert as_nobody(trusted) == 11
+        os.chown(archive / "blobs", STRANGER, STRANGER)
+        (archive / "index.json").chmod(0o644)
+        assert as_nobody(trusted) == 11
 
 
 # --- Files that say whom to trust
