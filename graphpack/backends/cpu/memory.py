@@ -47,11 +47,15 @@ class CpuMemory:
 
     def _weight(self, region: Region, copy: bool) -> np.ndarray:
         stored = self._weights.tensors[self._weights.aliases.get(region.name, region.name)]
-        view = self._weights.view(stored.name)
-        if stored.dtype != region.dtype:
-            self.weights_mode = f"converted {stored.dtype} -> {region.dtype}"
-            return convert(view, stored.dtype, region.dtype).reshape(region.shape)
-        return _shaped(memoryview(bytearray(view)) if copy else view, region)
+        if stored.dtype == region.dtype and not copy:
+            return _shaped(self._weights.view(stored.name), region)
+        # Read, not copied from a mapping: of a file that has become shorter, that would end the process.
+        content = memoryview(bytearray(stored.bytes))
+        self._weights.read_into(stored.file, stored.offset, content)
+        if stored.dtype == region.dtype:
+            return _shaped(content, region)
+        self.weights_mode = f"converted {stored.dtype} -> {region.dtype}"
+        return convert(content, stored.dtype, region.dtype).reshape(region.shape)
 
     def ready(self) -> None:
         """Weights are mapped or copied when the memory is made."""
