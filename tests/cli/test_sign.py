@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 import graphpack
-from graphpack import UntrustedError, trust_settings
+from graphpack import UntrustedError, UsageError, trust_settings
+from graphpack.archive.oci import Index
+from graphpack.signing import sign
 from tests.archive.build import blob_path, make_archive, make_record, read_index, reseal
 from tests.cli import fakes
 from tests.cli.conftest import Outcome, Run
@@ -96,6 +98,28 @@ def test_a_serial_only_grows(run: Run, key: Path, archive: Path) -> None:
 def test_numbers_that_cannot_be(run: Run, key: Path, archive: Path, arguments: tuple[str, str]) -> None:
     assert run("sign", "archive", "--key", key, *arguments).code == 2
     assert len(read_index(archive)["manifests"]) == 2
+
+
+@pytest.mark.parametrize(("serial", "days"), [(-1, None), (2**53, None), (None, 0), (None, 36501)])
+def test_numbers_that_cannot_be_in_the_library(archive: Path, key: Path, serial: int | None, days: int | None) -> None:
+    with pytest.raises(UsageError):
+        sign(archive, key, serial=serial, days=days)
+    assert len(read_index(archive)["manifests"]) == 2
+
+
+def test_signing_that_fails_leaves_nothing(archive: Path, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sorted(path for path in archive.rglob("*"))
+    replaced = Index.replacing
+
+    def full(*arguments: Any) -> Index:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Index, "replacing", full)
+    with pytest.raises(OSError, match="No space left"):
+        sign(archive, key)
+    assert sorted(path for path in archive.rglob("*")) == before
+    monkeypatch.setattr(Index, "replacing", replaced)
+    assert len(sign(archive, key)) == 2
 
 
 def test_what_is_not_signed(run: Run, key: Path, archive: Path, tmp_path: Path) -> None:

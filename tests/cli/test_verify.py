@@ -14,6 +14,8 @@ import pytest
 
 from graphpack.archive import remembered
 from graphpack.archive.store import Archive
+from graphpack.contents import check_contents
+from graphpack.errors import CorruptArchiveError
 from tests.archive.build import blob_path, make_archive, make_record, read_record, reseal
 from tests.cli.conftest import Run, environment
 
@@ -174,6 +176,12 @@ def test_file_systems_of_others_are_not_remembered(
     monkeypatch.setattr(Path, "read_text", lambda path, **options: "")
     assert verified(run, "cached")["remembered"] == 0
 
+    def hidden(path: Path, **options: str) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", hidden)
+    assert verified(run, "cached")["remembered"] == 0
+
 
 def test_blobs_that_are_not_what_their_record_says(run: Run, tmp_path: Path) -> None:
     """Every digest and size is right. Only `full` looks into blobs."""
@@ -193,6 +201,9 @@ def test_blobs_that_are_not_what_their_record_says(run: Run, tmp_path: Path) -> 
         ("weights.bytes", 5, 7),
         ("weights.root", "0" * 64, 7),
         ("model.config_digest", "0" * 64, 7),
+        ("model.stored_dtype", "float16", 7),
+        ("model.effective_dtype", "float16", 7),
+        ("features.verify", ["glow"], 5),
         ("layout.fingerprint", "0" * 64, 8),
         ("settings.slots", 1, 8),
         ("settings.attention", "custom", 8),
@@ -205,6 +216,19 @@ def test_records_that_contradict_themselves(run: Run, archive: Path, field: str,
     verified(run, "full")
     reseal(archive, field, value)
     assert run("verify", "archive").code == code
+
+
+def test_constants_of_another_length(tmp_path: Path) -> None:
+    record = make_record()
+    archive = make_archive(tmp_path / "archive", record)
+    contents = {blob.digest: archive.read_blob(blob) for blob in record.blobs}
+    found = []
+    for data in (contents[str(record.constants)], b"\0" * 17):
+        with pytest.raises(CorruptArchiveError) as caught:
+            check_contents(record, {**contents, str(record.constants): data})
+        found.append([p for p in caught.value.problems if p.where == f"blobs/sha256/{record.constants}"])
+    assert found[0] == []
+    assert [problem.archived for problem in found[1]] == ["17 bytes"]
 
 
 def test_cuda_graphs_without_a_device(run: Run, tmp_path: Path) -> None:
