@@ -55,6 +55,17 @@ def _last_of(kind: str) -> Any:
     return change
 
 
+def _none_of(kind: str) -> Any:
+    return lambda old: [region for region in old if region["kind"] != kind]
+
+
+def _renamed(kind: str) -> Any:
+    """Regions of a kind called otherwise."""
+    return lambda old: [
+        {**region, "name": f"other.{region['name']}"} if region["kind"] == kind else region for region in old
+    ]
+
+
 def _first_of(wanted: str, /, **changes: Any) -> Any:
     return lambda old: item(next(region["name"] for region in old if region["kind"] == wanted), **changes)(old)
 
@@ -154,7 +165,7 @@ LAYOUT = (
     Row(field="layout.granularity", change="4 KiB", edits=(("layout.granularity", 4096),)),
     Row(field="layout.relocatable", change="false, at its own base", edits=(("layout.relocatable", False),)),
     Row(field="layout.regions", change="the last output missing", edits=((_REGIONS, _last_of("output")),)),
-    Row(field="layout.regions", change="the last scratch missing", edits=((_REGIONS, _last_of("scratch")),)),
+    Row(field="layout.regions", change="all scratch missing", edits=((_REGIONS, _none_of("scratch")),)),
     Row(field="layout.regions", change="a weight missing", edits=((_REGIONS, less(_NORM)),)),
     Row(
         field="layout.regions",
@@ -166,8 +177,8 @@ LAYOUT = (
     Row(field="layout.regions[].name", change="a weight renamed", edits=(_region(_NORM, name="other.weight"),)),
     Row(
         field="layout.regions[].name",
-        change="a scratch region renamed",
-        edits=((_REGIONS, _first_of("scratch", name="other")),),
+        change="all scratch renamed",
+        edits=((_REGIONS, _renamed("scratch")),),
     ),
     Row(
         field="layout.regions[].name",
