@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import stat
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from graphpack import trust_settings
 
+Count = Callable[[str, int], None]
 ARCHIVES = Path(__file__).parent / "archives"
 
 
@@ -32,3 +35,25 @@ def private_archives() -> None:
         mode = stat.S_IMODE(path.stat().st_mode)
         if mode & (stat.S_IWGRP | stat.S_IWOTH):
             path.chmod(mode & ~(stat.S_IWGRP | stat.S_IWOTH))
+
+
+@pytest.fixture
+def count(record_property: Callable[[str, object], None]) -> Count:
+    """Adds to a number that is printed at the end of the run: how much was tried."""
+
+    def add(what: str, number: int) -> None:
+        record_property("count", (what, number))
+
+    return add
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    counts: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("passed", []):
+        for name, value in report.user_properties:
+            if name == "count":
+                counts[value[0]] += value[1]
+    if counts:
+        terminalreporter.section("counts of what was tried, all of it passed")
+        for what, number in sorted(counts.items()):
+            terminalreporter.line(f"{what}: {number:,}")

@@ -58,19 +58,27 @@ def read_file(
     return data
 
 
-def exists(path: Path) -> bool:
-    """Whether anything is at `path`, be it a broken link. Raises StorageError where the system cannot tell."""
+def mode(path: Path) -> int | None:
+    """Kind and permissions of what is at `path`, be it a link; None for nothing.
+
+    Raises StorageError where the system cannot tell.
+    """
     with storage_errors("read", path):
         try:
-            os.lstat(path)
+            return os.lstat(path).st_mode
         except FileNotFoundError:
-            return False
-    return True
+            return None
+
+
+def exists(path: Path) -> bool:
+    """Whether anything is at `path`, be it a broken link. Raises as `mode`."""
+    return mode(path) is not None
 
 
 def check_size(root: Path, name: str, size: int, named_by: str, opened: Opened | None = None) -> None:
     """The regular file `name` is there and `size` bytes long. `opened` and errors as with `read_file`."""
-    with storage_errors("read", root / name), _opened(root, name, named_by, {} if opened is None else opened) as (_, found):
+    opened = {} if opened is None else opened
+    with storage_errors("read", root / name), _opened(root, name, named_by, opened) as (_, found):
         if found != size:
             raise corrupt(name, f"{found} bytes long where {named_by} says {size}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -232,6 +233,8 @@ class Archive(Reader):
             for digest in left:
                 files.renew(self.path / oci.blob_file(digest))
             files.sync_folder(self.path / oci.BLOBS)
+        if not files.exists(self.path / oci.INDEX_FILE):
+            self._sync_folders()
         files.write_file(self.path, oci.INDEX_FILE, codec.encode_json(index.document))
         self._index = index
         self._end()
@@ -316,17 +319,20 @@ class Archive(Reader):
 
     def _make_folders(self) -> None:
         """Idempotent: a concurrent first save that failed may have removed them."""
-        blobs = self.path / oci.BLOBS
-        for folder in (*reversed(self.path.parents), self.path):
-            self._make_folder(folder)
+        if not files.exists(self.path):
+            for folder in (*reversed(self.path.parents), self.path):
+                self._make_folder(folder)
         layout = self.path / oci.LAYOUT_FILE
         if not files.exists(layout):
             files.write_file(self.path, oci.LAYOUT_FILE, oci.encode_layout())
             self._made.append(layout)
+        blobs = self.path / oci.BLOBS
         for folder in (blobs.parent, blobs):
-            if os.path.islink(folder):
+            mode = files.mode(folder)
+            if mode is None:
+                self._make_folder(folder)
+            elif stat.S_ISLNK(mode):
                 raise codec.corrupt(str(folder.relative_to(self.path)), "a symbolic link, not a directory")
-            self._make_folder(folder)
 
     def _make_folder(self, folder: Path) -> None:
         with storage_errors("make", folder), suppress(FileExistsError):
@@ -334,6 +340,13 @@ class Archive(Reader):
                 folder.mkdir(0o755)
                 self._made.append(folder)
                 files.sync_folder(folder.parent)
+
+    def _sync_folders(self) -> None:
+        """Those on the way to the blobs: a save that made some may have been killed before it could sync them."""
+        with storage_errors("sync", self.path):
+            for folder in ((self.path / oci.BLOBS).parent, self.path, *self.path.absolute().parents):
+                with suppress(PermissionError):  # not to be listed, so nothing in it was made by who has to ask
+                    files.sync_folder(folder)
 
     def _remove_folders(self) -> None:
         """Take back what `_make_folders` made, as far as nobody else uses it."""

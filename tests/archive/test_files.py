@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from graphpack.archive import files, lock
+from graphpack.archive import lock
 from graphpack.archive.files import probe, read_file, sweep, sync_folder, write_file
 from graphpack.archive.lock import locked
 from graphpack.archive.store import Archive

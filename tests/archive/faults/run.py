@@ -1,0 +1,27 @@
+"""Running a module of disturbances in a process of its own, which forks cheaply."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.archive.faults.disturbed import Report
+
+ROOT = Path(__file__).parents[3]
+
+
+def reports(module: str, scenario: str, *options: str) -> list[Report]:
+    return _run("-m", f"tests.archive.faults.{module}", scenario, *options)
+
+
+def reports_of(code: str, scenario: str) -> list[Report]:
+    """Of disturbances that `code` starts, after it broke something."""
+    return _run("-c", code, scenario)
+
+
+def _run(*arguments: str) -> list[Report]:
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [Report(**report) for report in json.loads(done.stdout)]
