@@ -90,7 +90,7 @@ class _Verification:
         self._ladder.passed("integrity", self._integrity(len(hashed), len(unchanged)))
         trusted = trust_entry(self._archive, self._entry, self._policy)
         self._ladder.passed("trust", trusted.reason)
-        proven, not_proven = self._claims(len(unchanged))
+        proven, not_proven = self._claims(len(hashed), len(unchanged))
         (proven if trusted.statement else not_proven).append("signature")
         return VerifiedEntry(
             name=self._entry.name,
@@ -139,11 +139,12 @@ class _Verification:
             return f"all {count} blobs hashed and decoded"
         return f"{hashed} of {count} blobs hashed, {unchanged} unchanged since they were"
 
-    def _claims(self, unchanged: int) -> tuple[list[str], list[str]]:
+    def _claims(self, hashed: int, unchanged: int) -> tuple[list[str], list[str]]:
         proven = ["documents and record", "sizes of blobs"]
         if self._level == "structure":
             return proven, ["any byte of a blob"]
         if self._level == "full":
             return [*proven, "every byte of every blob", "that every blob is what the record says"], []
+        new = [f"every byte of {hashed} blobs"] if hashed else []
         old = [f"bytes of {unchanged} blobs since they were last hashed"] if unchanged else []
-        return [*proven, "bytes of the blobs hashed now"], [*old, "that every blob is what the record says"]
+        return [*proven, *new], [*old, "that every blob is what the record says"]

@@ -94,7 +94,7 @@ def decide(
         raise UntrustedError(f"entry '{subject.name}' has no signature that is trusted here", [*refused, *missing])
     if permissions:
         raise UntrustedError(f"entry '{subject.name}' is unsigned, and others may change its archive", permissions)
-    notes = tuple(f"{problem.where}: {problem.here}" for problem in refused)
+    notes = tuple(f"a signature does not count: {problem.archived}, here {problem.here}" for problem in refused)
     return Trusted(notes=notes)
 
 
@@ -104,10 +104,11 @@ def check_signature(policy: Policy, subject: Subject, signed: Signed, now: datet
     shown = signed.key[:FINGERPRINT_SHOWN]
     by_key = [key for key in policy.keys if key.fingerprint == signed.key]
     if not by_key:
-        trusted = ", ".join(key.fingerprint[:FINGERPRINT_SHOWN] for key in policy.keys) or "no key is trusted"
-        return [Problem(where, f"signed by {shown}", trusted, "if you trust its holder: --trusted-key KEY.pub")]
+        trusted = ", ".join(key.fingerprint[:FINGERPRINT_SHOWN] for key in policy.keys)
+        here = f"trusted: {trusted}" if trusted else "no key is trusted"
+        return [Problem(where, f"signed by {shown}", here, "if you trust its holder: --trusted-key KEY.pub")]
     if not by_key[0].made(signed.signature, signed.message):
-        return [Problem(where, f"not what {shown} signed", hint="copy it again, or sign again")]
+        return [Problem(where, f"signed by {shown}", "the signature is wrong", "copy it again, or sign again")]
     least = policy.minimum_serial.get(subject.name, policy.least_serial)
     sides = [
         ("entry", statement.entry, subject.name),

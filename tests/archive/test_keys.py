@@ -60,7 +60,12 @@ def test_nothing_is_written_over(tmp_path: Path, there: str, monkeypatch: pytest
     monkeypatch.setattr(os.path, "lexists", lambda path: False)  # made by another a moment later
     with pytest.raises(StorageError):
         make_key(tmp_path / "k")
+    (tmp_path / there).unlink()
+    (tmp_path / there).write_text("kept")
+    with pytest.raises(StorageError):
+        make_key(tmp_path / "k")
     assert os.listdir(tmp_path) == [there]
+    assert (tmp_path / there).read_text() == "kept"
     (tmp_path / there).unlink()
     make_key(tmp_path / "k")
 
