@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -113,10 +114,25 @@ def in_memory(archive: Path, names: Iterable[str]) -> Iterator[dict[str, bytearr
         yield held
 
 
-def every_bit(data: bytearray) -> Iterator[int]:
+def every_bit(data: bytearray, span: slice = slice(None)) -> Iterator[int]:
     """The position of each byte, eight times, with another bit of it turned each time."""
-    for position, byte in enumerate(bytes(data)):
+    for position in range(len(data))[span]:
+        byte = data[position]
         for bit in range(8):
             data[position] = byte ^ 1 << bit
             yield position
         data[position] = byte
+
+
+class ResumedHash:
+    """`hashlib` for data that begin with `start`, which is hashed once."""
+
+    def __init__(self, start: bytes) -> None:
+        self._start = start
+        self._state = hashlib.sha256(start)
+
+    def sha256(self, data: bytes) -> object:
+        assert data.startswith(self._start)
+        state = self._state.copy()
+        state.update(memoryview(data)[len(self._start) :])
+        return state
