@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from graphpack.errors import CorruptArchiveError, GraphpackError
+from tests.conftest import Count
 from tests.fuzz.mutate import mutate_bytes
 from tests.fuzz.targets import SEEDS, TARGETS, Target
 
@@ -35,18 +36,18 @@ def test_each_seed_is_taken(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_nothing_but_a_refusal_gets_out(name: str, tmp_path: Path) -> None:
+def test_nothing_but_a_refusal_gets_out(name: str, tmp_path: Path, count: Count) -> None:
     inputs = INPUTS * TARGETS[name].share // 100
     command = [sys.executable, str(SCRIPT), name, "--inputs", str(inputs), "--keep", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=280)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     result = json.loads(done.stdout.splitlines()[0])
-    sys.stdout.write(f"{result}\n")
     assert result["inputs"] == inputs
     assert result["taken"] > 0
     assert result["taken"] < inputs or name == "path"
     assert result["growth_mb"] < MEMORY_MB
     assert list(tmp_path.iterdir()) == []
+    count("fuzz inputs", inputs)
 
 
 def test_what_is_no_refusal_gets_out_of_a_target() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import Count
 from tests.hostile import blobs, documents, files
 from tests.hostile.case import Edit, nothing
 from tests.hostile.conftest import Reader, Reading, snapshot
@@ -26,7 +27,7 @@ def refused(reading: Reading, codes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_hostile_is_refused(name: str, archive: Path, reader: Reader) -> None:
+def test_what_is_hostile_is_refused(name: str, archive: Path, reader: Reader, count: Count) -> None:
     case = CASES[name]
     case.edit(archive)
     before = snapshot(archive.parent)
@@ -39,6 +40,7 @@ def test_what_is_hostile_is_refused(name: str, archive: Path, reader: Reader) ->
         assert not case.bomb or reading.seconds < BOMB_SECONDS
         assert snapshot(archive.parent) == before
     assert not (archive.parent / documents.MARK).exists()
+    count("hostile archives", 1)
 
 
 TWINS = {case.twin: f"twin of {name}" for name, case in reversed(CASES.items()) if case.twin is not nothing}

@@ -30,6 +30,7 @@ from graphpack.identity.weights import hash_weights
 from graphpack.models.weights import StoredTensor, WeightFile, WeightSource
 from graphpack.results import LoadRequest
 from tests.archive.build import read_index, reseal
+from tests.conftest import Count
 from tests.hostile.conftest import GOLDEN
 from tests.hostile.putting import file_of
 from tests.hostile.races import SWAPS, Moments, flip, overwrite, rename, restore, truncate
@@ -76,7 +77,7 @@ def almost(data: bytes) -> bytes:
     return data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
 
 
-def test_a_thousand_swaps_while_an_archive_is_read(store: Store) -> None:
+def test_a_thousand_swaps_while_an_archive_is_read(store: Store, count: Count) -> None:
     counted = Moments()
     counted.run(lambda: everything(store.path))
     outcomes: Counter[str] = Counter()
@@ -90,10 +91,10 @@ def test_a_thousand_swaps_while_an_archive_is_read(store: Store) -> None:
                 outcomes[outcome(moment, store)] += 1
                 restore(file, data)
     assert everything(store.path) == store.good
-    sys.stdout.write(f"{outcomes.total()} swaps: {dict(outcomes)}\n")
     assert outcomes.total() == len(MEMBERS) * len(SWAPS) * MOMENTS > 1000
     assert min(outcomes["as it was"], outcomes["refused"]) > 100
     assert set(outcomes) == {"as it was", "refused", "the other"}
+    count("swaps between check and use", outcomes.total())
 
 
 def outcome(moment: Moments, store: Store) -> str:
@@ -134,7 +135,7 @@ class Restless:
 
 
 @pytest.mark.parametrize("member", ["object", "golden"])
-def test_reading_while_a_thread_swaps(member: str, store: Store) -> None:
+def test_reading_while_a_thread_swaps(member: str, store: Store, count: Count) -> None:
     record, contents = store.good
     file = file_of(store.path, member)
     (blob,) = (blob for blob in record.blobs if blob.digest == file.name)
@@ -148,8 +149,9 @@ def test_reading_while_a_thread_swaps(member: str, store: Store) -> None:
                 outcomes["refused"] += 1
             else:
                 outcomes["as it was" if found == contents[blob.digest] else "other bytes"] += 1
-    sys.stdout.write(f"{outcomes.total()} readings, {thread.swaps} swaps: {dict(outcomes)}\n")
     assert set(outcomes) == {"as it was", "refused"}
+    assert thread.swaps > 1
+    count("readings beside a thread that swaps", outcomes.total())
 
 
 # --- What runs
@@ -170,7 +172,9 @@ def sealed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bytes]]:
     return files
 
 
-def test_the_code_that_runs_is_the_code_that_was_hashed(store: Store, sealed: list[tuple[int, bytes]]) -> None:
+def test_the_code_that_runs_is_the_code_that_was_hashed(
+    store: Store, sealed: list[tuple[int, bytes]], count: Count
+) -> None:
     record, contents = store.good
     file = file_of(store.path, "object")
     data = file.read_bytes()
@@ -189,6 +193,7 @@ def test_the_code_that_runs_is_the_code_that_was_hashed(store: Store, sealed: li
     assert outcomes["loaded"] > 5
     assert outcomes["exit 4"] > 5
     assert set(outcomes) == {"loaded", "exit 4"}
+    count("swaps between check and use", outcomes.total())
 
 
 def load(moment: Moments, request: LoadRequest) -> str:
@@ -229,7 +234,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("copy", [False, True], ids=["mapped", "copied"])
-def test_verified_weights_are_those_that_were_hashed(copy: bool, checkpoint: Path, tmp_path: Path) -> None:
+def test_verified_weights_are_those_that_were_hashed(
+    copy: bool, checkpoint: Path, tmp_path: Path, count: Count
+) -> None:
     """Swapped at any moment up to the last look at the files: refused, or what is in memory has the recorded root."""
     directory = tmp_path / "checkpoint"
     shutil.copytree(checkpoint, directory)
@@ -244,9 +251,9 @@ def test_verified_weights_are_those_that_were_hashed(copy: bool, checkpoint: Pat
             moment = Moments(counted.count * step // 15, partial(swap, file, almost(data)))
             outcomes[weights_in_memory(moment, request)] += 1
             restore(file, data)
-    sys.stdout.write(f"{outcomes.total()} swaps: {dict(outcomes)}\n")
     assert set(outcomes) <= {"the recorded root", "exit 7"}
     assert outcomes["exit 7"] > 10
+    count("swaps between check and use", outcomes.total())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"], ids=["copied", "converted"])

@@ -14,6 +14,7 @@ from graphpack.archive.oci import blob_file
 from graphpack.archive.record import Blob, Record
 from graphpack.archive.store import Archive
 from graphpack.errors import GraphpackError
+from tests.conftest import Count
 from tests.matrix.conftest import GOLDEN
 from tests.matrix.damage import (
     ResumedHash,
@@ -40,6 +41,7 @@ SLICES = [(name, start) for name in BLOBS for start in range(0, (GOLDEN / name).
 OBJECTS = [(name, start) for name, start in SLICES if name[-64:] in {graph.object for graph in RECORD.graphs}]
 OTHERS = [found for found in SLICES if found not in OBJECTS]
 TAG = b"tiny-llama"
+TURNED = "bits turned, one at a time"
 
 
 @pytest.fixture
@@ -53,7 +55,7 @@ def record() -> Record:
 
 
 @pytest.mark.parametrize("name", ["index.json", "oci-layout"])
-def test_every_bit_of_the_index(name: str, copy: Path, record: Record) -> None:
+def test_every_bit_of_the_index(name: str, copy: Path, record: Record, count: Count) -> None:
     with in_memory(copy, [name]) as held:
         data = held[name]
         start = data.find(TAG)
@@ -65,9 +67,10 @@ def test_every_bit_of_the_index(name: str, copy: Path, record: Record) -> None:
             else:
                 assert read_documents(copy) == record
         assert read_documents(copy) == record
+    count(TURNED, 8 * len(data))
 
 
-def test_every_bit_of_the_manifest_and_the_record(copy: Path, record: Record) -> None:
+def test_every_bit_of_the_manifest_and_the_record(copy: Path, record: Record, count: Count) -> None:
     """Of the record one bit of each byte on its way through the manifest; all of them as the bytes of any file are."""
     archive = Archive.open(copy)
     (ref,) = archive.entries()
@@ -83,6 +86,7 @@ def test_every_bit_of_the_manifest_and_the_record(copy: Path, record: Record) ->
                 check_refused(lambda: archive.read_entry(ref), blob_file(described))
         assert archive.read_entry(ref).record == record
     assert {name for name in DOCUMENTS if "/" in name} == {manifest, blob_file(described)}
+    count(TURNED, 8 * (len(data) + len(held[manifest])))
 
 
 def text(data: bytearray, copy: Path) -> bool:
@@ -93,7 +97,7 @@ def text(data: bytearray, copy: Path) -> bool:
 
 @pytest.mark.parametrize(("name", "start"), OBJECTS, ids=[f"{name[13:21]}-{start}" for name, start in OBJECTS])
 def test_every_bit_of_an_object(
-    name: str, start: int, copy: Path, record: Record, monkeypatch: pytest.MonkeyPatch
+    name: str, start: int, copy: Path, record: Record, monkeypatch: pytest.MonkeyPatch, count: Count
 ) -> None:
     archive, blob = Archive.open(copy), blob_of(record, name)
     with in_memory(copy, [name]) as held:
@@ -101,6 +105,7 @@ def test_every_bit_of_an_object(
         for _ in every_bit(held[name], slice(start, start + STEP)):
             check_refused(lambda: archive.read_blob(blob), name)
         archive.read_blob(blob)
+    count(TURNED, 8 * min(STEP, blob.size - start))
 
 
 @pytest.mark.parametrize(("name", "start"), OTHERS, ids=[f"{name[13:21]}-{start}" for name, start in OTHERS])
