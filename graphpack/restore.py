@@ -104,7 +104,7 @@ class _Restore:
             except GraphpackError:
                 self._hash_weights(source)
                 raise
-            self._hash_weights(source)
+            self._hash_weights(source, memory)
             with self._stage("graphs"):
                 self._session.check_blobs(self._record, self._blobs)
             goldens = self._goldens()
@@ -192,14 +192,15 @@ class _Restore:
             raise self._other_weights(problems)
         self._ladder.passed("weights", "every byte hashed" if self._request.verify else "names, dtypes and shapes")
 
-    def _hash_weights(self, source: WeightSource) -> None:
-        """With `--verify`. Part of the rung `weights`, but done once they are on their way to a device."""
+    def _hash_weights(self, source: WeightSource, memory: Memory | None = None) -> None:
+        """With `--verify`. Part of the rung `weights`, but done when there is a memory that they can travel to."""
         if not self._request.verify:
             return
         with self._stage("weights"):
             total = self._record.weights.bytes
             progress: Callable[[int], None] = lambda done: self._observer.bytes("weights", done, total)  # noqa: E731
-            problems = check_weights(self._record.weights, hash_weights(source, progress=progress), source)
+            here = hash_weights(source, progress=progress, carriers=memory.carriers if memory else None)
+            problems = check_weights(self._record.weights, here, source)
         if problems:
             raise self._other_weights(problems)
 

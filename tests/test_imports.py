@@ -35,7 +35,7 @@ ORDER = """
     backends.cuda.attributes backends.cuda.columns_check backends.cuda.columns backends.cuda.builder
     backends.cuda.host backends.cuda.heap backends.cuda.images backends.cuda.spans backends.cuda.placement
     backends.cuda.arena
-    backends.cuda.rebuild backends.cuda.upload backends.cuda.device_memory backends.cuda.executable
+    backends.cuda.rebuild backends.cuda.upload backends.cuda.relay backends.cuda.device_memory backends.cuda.executable
     backends.cuda.session backends.cuda.restore
     backends.cuda
     backends.cuda.cubin backends.cuda.image_file backends.cuda.trim

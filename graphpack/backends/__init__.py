@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from graphpack.archive.record import Environment, Graph, Layout, Record, Settings, Weights
     from graphpack.graph import Bucket, Region
     from graphpack.identity.environment import CudaDevice, Host
+    from graphpack.identity.weights import Carrier
     from graphpack.models.registry import ResolvedModel
     from graphpack.models.weights import WeightSource
     from graphpack.results import LoadRequest, SaveRequest
@@ -40,6 +41,10 @@ class Memory(Protocol):
 
     @property
     def weights_mode(self) -> str: ...
+
+    @property
+    def carriers(self) -> Callable[[int], Carrier] | None:
+        """Where hashing is to read weights to, if they travel from there; else they are there or on their way."""
 
     def ready(self) -> None:
         """Wait until every weight is in place. Nothing may run before."""

@@ -11,6 +11,7 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -20,6 +21,8 @@ from graphpack.identity.digests import Tag, digest_of
 from graphpack.schema import shown
 
 LEAF_BYTES = 1 << 20
+BUFFER_BYTES = LEAF_BYTES + 2 * mmap.PAGESIZE
+"""Room to place a chunk of any size where it is copied fastest, behind its tag byte."""
 _DIGEST_BYTES = 32
 _MOST_THREADS = 16
 _BELOW = 8
@@ -56,15 +59,48 @@ class WeightSource(Protocol):
     def changed(self) -> list[Problem]: ...
 
 
+class Carrier(Protocol):
+    """Where one thread reads chunks to, and what else becomes of them."""
+
+    def buffer(self) -> memoryview:
+        """Room for the next chunk, `BUFFER_BYTES`. What was read before the last chunk may be overwritten."""
+
+    def read(self, tensor: str, offset: int, start: int, length: int) -> None:
+        """`length` bytes of a tensor, from its byte `offset` on, are at `start` of the buffer."""
+
+    def close(self) -> None:
+        """No more chunks come."""
+
+
+class _OwnBuffer:
+    """A carrier that carries nothing anywhere."""
+
+    def __init__(self) -> None:
+        self._buffer = memoryview(mmap.mmap(-1, BUFFER_BYTES))
+
+    def buffer(self) -> memoryview:
+        return self._buffer
+
+    def read(self, tensor: str, offset: int, start: int, length: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
 def hash_weights(
-    source: WeightSource, *, progress: Callable[[int], None] | None = None, threads: int | None = None
+    source: WeightSource,
+    *,
+    progress: Callable[[int], None] | None = None,
+    threads: int | None = None,
+    carriers: Callable[[int], Carrier] | None = None,
 ) -> Weights:
-    """Read every byte once, in file order, and hash it; as many threads as the process has processors unless told.
+    """Read every byte once, in file order, and hash it; in `hashing_threads()` threads unless told.
 
     `progress` is called from this thread, about ten times a second and at the end, with the bytes done so far.
-    Raises WeightsMismatchError if a file changed while being read, and whatever `source.read_into` raises.
+    `carriers` makes each thread's, from its number.
+    Raises WeightsMismatchError if a file changed while being read, and whatever `source.read_into` and carriers raise.
     """
-    digests = _tensor_digests(source.tensors, source.read_into, progress, threads or _default_threads())
+    hashing = _Hashing(source.read_into, carriers or (lambda _: _OwnBuffer()))
+    digests = hashing.digests(source.tensors, progress, threads or hashing_threads())
     changed = source.changed()
     if changed:
         raise WeightsMismatchError("the weights changed while being read", changed)
@@ -98,8 +134,10 @@ def check_structure(archived: Weights, source: WeightSource) -> list[Problem]:
 
 
 class _Leaf(NamedTuple):
-    """A chunk of a tensor and where its digest goes."""
+    """A chunk of a tensor, from its byte `start` on, which is at `offset` of a file; and where its digest goes."""
 
+    tensor: str
+    start: int
     file: int
     offset: int
     length: int
@@ -107,64 +145,68 @@ class _Leaf(NamedTuple):
     place: int
 
 
-def _tensor_digests(
-    tensors: Mapping[str, StoredTensor],
-    read_into: Callable[[int, int, memoryview], None],
-    progress: Callable[[int], None] | None,
-    threads: int,
-) -> dict[str, str]:
-    # Imported here because it takes milliseconds, and a load that does not verify never hashes.
-    from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+class _Hashing:
+    """Reads chunks with `read_into` to where each thread's carrier says, and hashes them."""
 
-    leaf_digests: dict[str, bytearray] = {}
-    leaves: deque[_Leaf] = deque()
-    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].file, item[1].offset)):
-        starts = range(0, tensor.bytes, LEAF_BYTES)
-        leaf_digests[name] = digests = bytearray(len(starts) * _DIGEST_BYTES)
-        for index, start in enumerate(starts):
-            length = min(LEAF_BYTES, tensor.bytes - start)
-            leaves.append(_Leaf(tensor.file, tensor.offset + start, length, digests, index * _DIGEST_BYTES))
+    def __init__(self, read_into: Callable[[int, int, memoryview], None], carriers: Callable[[int], Carrier]) -> None:
+        self._read_into, self._carriers = read_into, carriers
+        self._leaves: deque[_Leaf] = deque()
 
-    done = [0] * threads
-    with ThreadPoolExecutor(threads, "graphpack-hash") as pool:
-        try:
-            workers = {pool.submit(_hash_leaves, leaves, read_into, done, worker) for worker in range(threads)}
-            while workers:
-                finished, workers = wait(workers, _PROGRESS_SECONDS if progress else None, FIRST_EXCEPTION)
-                for future in finished:
-                    future.result()
-                if progress:
-                    progress(sum(done))
-        finally:
-            leaves.clear()  # What makes the threads stop after an error or an interrupt.
-    return {name: _tensor_digest(tensors[name].bytes, digests) for name, digests in leaf_digests.items()}
+    def digests(
+        self, tensors: Mapping[str, StoredTensor], progress: Callable[[int], None] | None, threads: int
+    ) -> dict[str, str]:
+        # Imported here because it takes milliseconds, and a load that does not verify never hashes.
+        from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
+        found: dict[str, bytearray] = {}
+        for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].file, item[1].offset)):
+            starts = range(0, tensor.bytes, LEAF_BYTES)
+            found[name] = digests = bytearray(len(starts) * _DIGEST_BYTES)
+            for index, start in enumerate(starts):
+                length = min(LEAF_BYTES, tensor.bytes - start)
+                place = index * _DIGEST_BYTES
+                self._leaves.append(_Leaf(name, start, tensor.file, tensor.offset + start, length, digests, place))
 
-def _hash_leaves(
-    leaves: deque[_Leaf], read_into: Callable[[int, int, memoryview], None], done: list[int], worker: int
-) -> None:
-    """One thread: take the next leaf, read it behind the tag byte, hash both. Reading and hashing release the GIL."""
-    buffer = memoryview(mmap.mmap(-1, LEAF_BYTES + 2 * mmap.PAGESIZE))
-    while True:
-        try:
-            leaf = leaves.popleft()
-        except IndexError:
-            return
-        # The kernel copies from its page cache, and a copy to an address a little above the source's, counted within
-        # a page, runs at a third to a seventh of the speed on some processors. A little below is always fast.
-        start = mmap.PAGESIZE + leaf.offset % mmap.PAGESIZE - _BELOW
-        read_into(leaf.file, leaf.offset, buffer[start : start + leaf.length])
-        buffer[start - 1 : start] = Tag.LEAF.value
-        digest = hashlib.sha256(buffer[start - 1 : start + leaf.length]).digest()
-        leaf.digests[leaf.place : leaf.place + _DIGEST_BYTES] = digest
-        done[worker] += leaf.length
+        done = [0] * threads
+        with ThreadPoolExecutor(threads, "graphpack-hash") as pool:
+            try:
+                workers = {pool.submit(self._work, done, worker) for worker in range(threads)}
+                while workers:
+                    finished, workers = wait(workers, _PROGRESS_SECONDS if progress else None, FIRST_EXCEPTION)
+                    for future in finished:
+                        future.result()
+                    if progress:
+                        progress(sum(done))
+            finally:
+                self._leaves.clear()  # What makes the threads stop after an error or an interrupt.
+        return {name: _tensor_digest(tensors[name].bytes, digests) for name, digests in found.items()}
+
+    def _work(self, done: list[int], worker: int) -> None:
+        """One thread: take the next leaf, read it behind the tag byte, hash both. Both release Python's lock."""
+        with closing(self._carriers(worker)) as carrier:
+            while True:
+                try:
+                    leaf = self._leaves.popleft()
+                except IndexError:
+                    return
+                buffer = carrier.buffer()
+                # The kernel copies from its page cache, and a copy to an address a little above the source's, counted
+                # within a page, runs at a third to a seventh of the speed on some processors. A little below is fast.
+                start = mmap.PAGESIZE + leaf.offset % mmap.PAGESIZE - _BELOW
+                self._read_into(leaf.file, leaf.offset, buffer[start : start + leaf.length])
+                buffer[start - 1 : start] = Tag.LEAF.value
+                carrier.read(leaf.tensor, leaf.start, start, leaf.length)
+                digest = hashlib.sha256(buffer[start - 1 : start + leaf.length]).digest()
+                leaf.digests[leaf.place : leaf.place + _DIGEST_BYTES] = digest
+                done[worker] += leaf.length
 
 
 def _tensor_digest(size: int, leaf_digests: bytearray) -> str:
     return hashlib.sha256(Tag.TENSOR.value + size.to_bytes(8, "little") + leaf_digests).hexdigest()
 
 
-def _default_threads() -> int:
+def hashing_threads() -> int:
+    """As many as the process has processors, up to 16."""
     return min(len(os.sched_getaffinity(0)), _MOST_THREADS)
 
 

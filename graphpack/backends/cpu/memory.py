@@ -24,6 +24,7 @@ class CpuMemory:
     """Arrays by region name. Weight and constant arrays are never written by a graph; state is."""
 
     exact = False
+    carriers = None
 
     def __init__(
         self, regions: Sequence[Region], weights: WeightSource, constants: Mapping[str, bytes], *, copy_weights: bool

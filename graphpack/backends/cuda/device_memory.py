@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,17 +14,20 @@ from graphpack.backends.cuda.arena import Arena
 from graphpack.backends.cuda.driver import Driver
 from graphpack.backends.cuda.host import HostBuffer, HostPages, address_of
 from graphpack.backends.cuda.placement import Placement
+from graphpack.backends.cuda.relay import Relay
 from graphpack.backends.cuda.upload import Upload, plan_upload
 from graphpack.dtypes import DTYPES
 
 if TYPE_CHECKING:
+    from graphpack.identity.weights import Carrier
     from graphpack.models.weights import WeightSource
 
 POISON = 0xFF
 
 
 class CudaMemory:
-    """See `graphpack.backends.Memory`. Weights travel from the start on; `ready` waits for them.
+    """See `graphpack.backends.Memory`. Weights travel from the start on, or with `hashed` when they are read to be
+    hashed; `ready` waits for them.
 
     Regions in memory that the caller holds, `placement.bound`, are neither filled nor zeroed: they are the caller's.
     Closing closes the weights too, and calls `closed` last, when nothing on the device is held any more. A memory that
@@ -41,6 +45,8 @@ class CudaMemory:
         constants: Mapping[str, bytes],
         pages: HostPages | None,
         closed: Callable[[], None],
+        *,
+        hashed: bool,
     ) -> None:
         self.exact = True
         self._driver, self._context = driver, context
@@ -59,6 +65,10 @@ class CudaMemory:
             self.stream = driver.create_stream()
             self._undo.callback(driver.destroy_stream, self.stream)
             plan = plan_upload(self._own.values(), self.addresses, weights)
+            self._relay = Relay(driver, context, self._own.values(), self.addresses, weights, pages) if hashed else None
+            if self._relay is not None:
+                self._undo.callback(self._relay.close)
+                plan, pages = replace(plan, copies=()), None
             self._upload = Upload(driver, context, plan, weights, pages)
             self._undo.callback(self._upload.close)
             for name, data in constants.items():
@@ -71,12 +81,19 @@ class CudaMemory:
 
     @property
     def weights_mode(self) -> str:
-        return self._upload.mode
+        hashed = self._relay is not None and self._upload.mode == "uploaded"
+        return "uploaded while they were hashed" if hashed else self._upload.mode
+
+    @property
+    def carriers(self) -> Callable[[int], Carrier] | None:
+        return self._relay.carrier if self._relay is not None else None
 
     def ready(self) -> None:
         self._upload.wait()
         self._driver.set_context(self._context)
         self._driver.synchronize()
+        if self._relay is not None:
+            self._relay.close()
 
     def reset_state(self) -> None:
         self._fill("state", 0)

@@ -8,11 +8,10 @@ the middle of a driver call, building and instantiating a graph took half as lon
 from __future__ import annotations
 
 import ctypes
-import mmap
 from ctypes import c_size_t, c_void_p
 from threading import Thread
 
-from graphpack.backends.cuda.host import POPULATE_WRITE
+from graphpack.backends.cuda.host import POPULATE_WRITE, advise
 
 CHUNK = 96 << 10
 """Below what malloc makes mappings of their own for, which would be gone when they are freed."""
@@ -59,8 +58,5 @@ def spans(chunks: list[int]) -> list[tuple[int, int]]:
 
 
 def _make_pages(found: list[tuple[int, int]]) -> None:
-    """Advice that an old kernel does not know: pages are then made at their first use, as without it."""
-    libc = ctypes.CDLL(None)
     for start, end in found:
-        page = start & -mmap.PAGESIZE
-        libc.madvise(c_void_p(page), c_size_t(end - page), POPULATE_WRITE)
+        advise(start, end - start, POPULATE_WRITE)

@@ -11,8 +11,8 @@ import numpy as np
 from graphpack.backends.cuda.driver import Driver
 
 HUGE_PAGE = 2 << 20
-POPULATE_WRITE = 23
-"""MADVPOPULATE_WRITE, from Linux 5.14 on; Python has no name for it."""
+POPULATE_READ, POPULATE_WRITE = 22, 23
+"""MADV_POPULATE_READ and _WRITE, from Linux 5.14 on; Python has no names for them."""
 
 
 class HostPages:
@@ -33,13 +33,15 @@ class HostPages:
 
 
 def _make_pages(array: np.ndarray) -> None:
-    """Both calls are advice: on a kernel that does not know one of them, pages are made on their first use.
-
-    Through ctypes, which lets other threads run meanwhile.
-    """
-    advise = ctypes.CDLL(None).madvise
     for advice in (mmap.MADV_HUGEPAGE, POPULATE_WRITE):
-        advise(ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(len(array)), advice)
+        advise(int(array.ctypes.data), len(array), advice)
+
+
+def advise(address: int, size: int, advice: int) -> None:
+    """Call madvise while other threads run. Nothing relies on it: a kernel that does not know an advice makes pages at
+    their first use, as without it."""
+    page = address & -mmap.PAGESIZE
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(page), ctypes.c_size_t(address + size - page), advice)
 
 
 class HostBuffer:

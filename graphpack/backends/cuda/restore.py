@@ -18,6 +18,7 @@ from graphpack.backends.cuda.heap import HeapPages
 from graphpack.backends.cuda.host import HostPages
 from graphpack.backends.cuda.images import Images, check_image, needs_of
 from graphpack.backends.cuda.placement import place
+from graphpack.backends.cuda.relay import relay_pages
 from graphpack.backends.cuda.session import DeviceSession
 from graphpack.backends.cuda.upload import staging_pages
 from graphpack.errors import CorruptArchiveError, Problem
@@ -110,7 +111,7 @@ class CudaSession:
             for graph in record.graphs
         }
         pool.shutdown(wait=False)
-        self._pages = staging_pages(record.weights.bytes)
+        self._pages = relay_pages() if request.verify else staging_pages(record.weights.bytes)
         if not request.lazy_graphs:
             nodes = sum(graph.nodes for graph in record.graphs)
             self._heap = HeapPages(min(nodes * _NODE_BYTES, _HEAP_LIMIT))
@@ -163,6 +164,7 @@ class CudaSession:
             constants,
             self._pages,
             self.close,
+            hashed=request.verify,
         )
         self._memory, self._pages = memory, None
         return memory

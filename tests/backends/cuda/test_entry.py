@@ -27,6 +27,7 @@ from graphpack.errors import (
     WeightsMismatchError,
 )
 from graphpack.graph import Bucket
+from graphpack.models.weights import WeightSource
 from graphpack.opening import load
 from graphpack.results import LoadRequest
 from tests.archive.build import identity, read_record, reseal
@@ -160,6 +161,23 @@ def test_a_taken_base(archive: Path, driver: FakeDriver) -> None:
     reseal(archive, "layout.relocatable", value=False)
     error = refusal(archive, LayoutMismatchError)
     assert (error.code, error.problems[0].where) == (8, "layout.base")
+
+
+def test_a_verified_load_reads_every_weight_once(
+    archive: Path, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    inner = WeightSource.read_into
+
+    def read_into(source: WeightSource, file: int, offset: int, target: memoryview) -> None:
+        read.append(len(target))
+        inner(source, file, offset, target)
+
+    monkeypatch.setattr(WeightSource, "read_into", read_into)
+    with loaded(archive, verify=True) as model:
+        assert model.result.weights_mode == "uploaded while they were hashed"
+        assert sum(read) == model.result.weights_bytes
+        assert all(bucket.bit_identical for bucket in model.result.verified)
 
 
 def test_two_entries_in_one_process(archive: Path, driver: FakeDriver) -> None:
