@@ -9,6 +9,8 @@
 # tests            refusals, relocation, two archives, leaks, the engine example
 # compile          the smoke stage for torch.compile's kernels, with empty caches
 # archives         the two small archives for tests/archives, as one tar file
+# gap              which operation of an eager step slows every later replay down (after bench quick)
+# upload MODEL     how fast weights reach the device, in each way
 # bench MODEL      save, restore and measure a big model: 0.6b, 1b, 8b, compile for 0.6b compiled, quick for four buckets
 #
 # A stage that fails is reported with its traceback, and the next one runs. What was measured is written as JSON to
@@ -60,6 +62,11 @@ while [ "$#" -gt 0 ]; do
         tests) stage tests 300 "$PYTHON" scripts/gpu/checks.py ;;
         compile) stage compile 240 "$PYTHON" scripts/gpu/smoke.py --compile ;;
         archives) stage archives 240 "$PYTHON" scripts/gpu/archives.py ;;
+        gap) stage gap 240 "$PYTHON" scripts/gpu/gap.py ;;
+        upload)
+            stage "upload $2" 240 "$PYTHON" scripts/gpu/upload.py "$2"
+            shift
+            ;;
         bench)
             stage "bench $2" 560 "$PYTHON" scripts/gpu/bench.py "$2"
             shift

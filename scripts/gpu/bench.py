@@ -214,7 +214,7 @@ def bench(report: Report) -> None:
     weights = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
     with report.check("save"):
         _save(report, plan, str(checkpoint), str(archive))
-    _read_in(checkpoint)
+    read_in(checkpoint)
     with report.check("pinned bandwidth"):
         report.put("pinned GB/s", child(PINNED))
         report.put("hashing GB/s", child(HASHING))
@@ -246,7 +246,7 @@ def bench(report: Report) -> None:
         report.put("verified weights GB/s", weights / answer["stages"]["weights"] / 1e9)
 
 
-def _read_in(checkpoint: Path) -> None:
+def read_in(checkpoint: Path) -> None:
     """Into the page cache as a file that was read, not as one just written: its pages are larger then."""
     subprocess.run(["/bin/sync"], check=True)
     Path("/proc/sys/vm/drop_caches").write_text("3")
