@@ -1,10 +1,11 @@
-# ruff: noqa: T201
 """Which operation of a model makes every later replay in its process slower, torch's own and restored ones alike.
 
 A restored graph is timed again after each operation of the model's first eager step; needs what `bench quick` left.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 from harness import WORK, Report, child, expect, main
 
@@ -61,7 +62,7 @@ def gap(report: Report) -> None:
     with report.check("operations"):
         steps = child(CODE, str(archive), str(checkpoint), timeout=200)
         report.put("steps", steps)
-        for (_, before), (name, after) in zip(steps, steps[1:], strict=False):
+        for (_, before), (name, after) in pairwise(steps):
             if after > 1.05 * before:
                 report.put("slower from here on", {"after": name, "ms before": before, "ms": after})
         expect(steps[-1][1] > 0, "nothing was timed")

@@ -31,7 +31,8 @@ cuda.map_memory(base, room, handle); cuda.allow_access(base, room, device)
 stream = cuda.create_stream()
 if touched:
     cuda.fill_async(base, 0, room, stream); cuda.synchronize_stream(stream)
-source = WeightSource({"w": StoredTensor("w", "uint8", (size,), 0, 0, size)}, {}, [WeightFile(Path(path))], [Path(path)])
+tensor = StoredTensor("w", "uint8", (size,), 0, 0, size)
+source = WeightSource({"w": tensor}, {}, [WeightFile(Path(path))], [Path(path)])
 pages = staging_pages(size)
 if pages: pages.wait()
 rates = []
