@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphpack.errors import GraphpackError
-from graphpack.results import BenchRow, LoadedEntry, SaveResult, SignedEntry, VerifiedEntry
+from graphpack.results import BenchRow, Collected, LoadedEntry, Removed, SaveResult, SignedEntry, VerifiedEntry
 from graphpack.schema import to_plain
 
 if TYPE_CHECKING:
@@ -51,6 +51,15 @@ def of_sign(archive: Path, entries: Sequence[SignedEntry]) -> Document:
 
 def of_verify(archive: Path, level: str, entries: Sequence[VerifiedEntry]) -> Document:
     return document("verify", archive=archive, level=level, entries=to_plain(entries))
+
+
+def of_rm(archive: Path, removed: Removed) -> Document:
+    entries = [{"name": name, "digest": digest} for digest, name in removed.entries.items()]
+    return document("rm", archive=archive, entries=entries, collected=to_plain(removed.collected))
+
+
+def of_gc(archive: Path, collected: Collected) -> Document:
+    return document("gc", archive=archive, collected=to_plain(collected))
 
 
 @dataclass(frozen=True, slots=True)

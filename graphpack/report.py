@@ -15,7 +15,18 @@ from typing import Any, TextIO
 
 from graphpack.documents import Document
 from graphpack.errors import GraphpackError
-from graphpack.results import BenchRow, LoadedEntry, Observer, Rung, SaveResult, SignedEntry, VerifiedEntry
+from graphpack.results import (
+    BenchRow,
+    Collected,
+    CollectedFile,
+    LoadedEntry,
+    Observer,
+    Removed,
+    Rung,
+    SaveResult,
+    SignedEntry,
+    VerifiedEntry,
+)
 
 SECONDS_BETWEEN_LINES = 30.0
 WIDEST_PADDING = 60
@@ -149,6 +160,33 @@ def of_sign(archive: Path, entries: Sequence[SignedEntry]) -> list[str]:
         ]
         lines += [f"signed: {printable(entry.name)} in {printable(archive)}", *columns(facts)]
     return lines
+
+
+def of_rm(archive: Path, removed: Removed) -> list[str]:
+    lines = [f"removed {printable(name)} from {printable(archive)}" for name in removed.entries.values()]
+    return lines if removed.collected is None else lines + of_gc(archive, removed.collected)
+
+
+def of_gc(archive: Path, collected: Collected) -> list[str]:
+    """What went; in a dry run every file, since that is what it is for."""
+    gone = [*collected.blobs, *collected.temporary]
+    done = "would be collected" if collected.dry_run else "collected"
+    what = f"{_count(collected.blobs, 'blob')} and {_count(collected.temporary, 'temporary file')}"
+    lines = [f"{done} from {printable(archive)}: {what}, {_total(gone)}"]
+    if collected.dry_run:
+        lines += columns([(file.name, size(file.bytes)) for file in gone])
+    if collected.kept:
+        kept = f"{_count(collected.kept, 'unused blob')}, {_total(collected.kept)}"
+        lines += columns([("kept", f"{kept}: used not long ago, or perhaps by a save in progress")])
+    return lines
+
+
+def _count(files: Sequence[CollectedFile], what: str) -> str:
+    return f"{len(files)} {what}{'' if len(files) == 1 else 's'}"
+
+
+def _total(files: Sequence[CollectedFile]) -> str:
+    return size(sum(file.bytes for file in files))
 
 
 def _benched(rows: Sequence[BenchRow]) -> list[str]:

@@ -225,6 +225,14 @@ class Collected:
     kept: tuple[CollectedFile, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Removed:
+    """Entries taken out of an archive, by the digests of their manifests; `collected` if the files went as well."""
+
+    entries: Mapping[str, str]
+    collected: Collected | None
+
+
 class Observer(Protocol):
     """Told what a long command is doing. Calls are cheap and come from the command's own thread."""
 

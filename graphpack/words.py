@@ -18,3 +18,6 @@ def is_device(text: str) -> bool:
 
 def is_entry_name(text: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", text) is not None
+
+READING_HOURS = 24.0
+"""After so many hours no reader is still busy with an entry that was replaced."""

@@ -46,7 +46,7 @@ ORDER = """
     signing contents verify
     freshness entry proof capture recorder
     documents report
-    cli.answer cli.options cli.save cli.load cli.inspect cli.verify cli.sign cli.models cli.completion cli
+    cli.answer cli.options cli.save cli.load cli.inspect cli.verify cli.sign cli.maintain cli.models cli.completion cli
     __main__
 """.split()  # noqa: SIM905 - rows are read more easily than seventy lines
 

@@ -6,6 +6,7 @@ import os
 import re
 import stat
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,12 +14,12 @@ from graphpack.archive import files, oci
 from graphpack.archive.files import storage_errors
 from graphpack.archive.lock import CLAIM, locked
 from graphpack.archive.store import Archive
-from graphpack.results import Collected, CollectedFile
-
-READING_HOURS = 24.0
-"""Hours after which no reader is still busy with an entry that was replaced."""
+from graphpack.errors import Problem, UsageError
+from graphpack.results import Collected, CollectedFile, Removed
+from graphpack.words import READING_HOURS
 
 _HOUR = 3600 * 10**9
+_LONGEST = 10**6
 _FORGOTTEN = 7 * 24 * _HOUR
 _DIGEST = re.compile("[0-9a-f]{64}")
 
@@ -27,15 +28,28 @@ def collect(path: Path, *, older_than: float = READING_HOURS, dry_run: bool = Fa
     """Remove the blobs that no document names, and the temporary files that no process is writing.
 
     What was written, or last used by an entry, less than `older_than` hours ago is kept, and so is whatever a save in
-    progress wrote or found in place. A dry run writes nothing and takes no lock. Raises NotFoundError for what is no
-    archive, CorruptArchiveError if a document is damaged, and then nothing was removed; StorageError.
+    progress wrote or found in place. A dry run writes nothing and takes no lock. Raises UsageError for another number,
+    NotFoundError for what is no archive, CorruptArchiveError if a document is damaged, and then nothing was removed;
+    StorageError.
     """
+    if not 0 <= older_than <= _LONGEST:
+        problem = Problem("older-than", here=str(older_than), hint=f"give hours, from 0 to {_LONGEST}")
+        raise UsageError("nothing can be collected by this age", [problem])
     archive = Archive.existing(path)
     age = int(older_than * _HOUR)
     if dry_run:
         return _collect(archive, time.time_ns(), age, dry_run=True)
     with locked(archive.path) as now:
         return _collect(archive, now, age, dry_run=False)
+
+
+def remove(path: Path, names: Sequence[str], *, gc: bool = False) -> Removed:
+    """Take entries out of an archive; with `gc`, collect all that nothing uses then, however new it is.
+
+    Raises as `Archive.remove`, NotFoundError for what is no archive, and with `gc` as `collect`.
+    """
+    entries = Archive.existing(path).remove(names)
+    return Removed(entries=entries, collected=collect(path, older_than=0) if gc else None)
 
 
 def _collect(archive: Archive, now: int, age: int, *, dry_run: bool) -> Collected:

@@ -26,7 +26,7 @@ from graphpack.schema import shown
 LOCK_FILE = ".lock"
 CLAIM = f"{files.TEMPORARY}lock-"
 LOCK_TIMEOUT = 30.0
-LOCK_POLL = 0.05
+FIRST_POLL, LOCK_POLL = 0.001, 0.05
 
 _HOST_LIMIT = 255
 
@@ -48,6 +48,7 @@ def locked(folder: Path) -> Iterator[int]:
 @contextmanager
 def _flock(folder: Path, deadline: float) -> Iterator[None]:
     path = folder / LOCK_FILE
+    pauses = _pauses(folder, deadline)
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
         try:
@@ -61,7 +62,7 @@ def _flock(folder: Path, deadline: float) -> Iterator[None]:
             files.close(descriptor)
             raise
         files.close(descriptor)
-        _wait(folder, deadline)
+        next(pauses)
     try:
         yield
     finally:
@@ -80,6 +81,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 @contextmanager
 def _claim(folder: Path, deadline: float) -> Iterator[int]:
+    pauses = _pauses(folder, deadline)
     while True:
         if not _living_claims(folder):
             with files.temporary(folder, CLAIM) as (descriptor, path):
@@ -88,7 +90,7 @@ def _claim(folder: Path, deadline: float) -> Iterator[int]:
                         os.write(descriptor, os.uname().nodename.encode()[:_HOST_LIMIT])
                     yield os.fstat(descriptor).st_mtime_ns
                     return
-        _wait(folder, deadline)
+        next(pauses)
 
 
 def _living_claims(folder: Path) -> list[files.Temporary]:
@@ -96,10 +98,13 @@ def _living_claims(folder: Path) -> list[files.Temporary]:
     return [claim for claim in files.sweep(folder, CLAIM) if not claim.abandoned]
 
 
-def _wait(folder: Path, deadline: float) -> None:
-    if time.monotonic() >= deadline:
-        raise _refusal(folder)
-    time.sleep(random.uniform(0.5, 1.5) * LOCK_POLL)  # noqa: S311 - to meet others less often, not to hide
+def _pauses(folder: Path, deadline: float) -> Iterator[None]:
+    delay = FIRST_POLL
+    while time.monotonic() < deadline:
+        time.sleep(random.uniform(0.5, 1.5) * delay)  # noqa: S311 - to meet others less often, not to hide
+        delay = min(2 * delay, LOCK_POLL)
+        yield
+    raise _refusal(folder)
 
 
 def _refusal(folder: Path) -> StorageError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from graphpack import __version__
-from graphpack.cli import completion, inspect, load, models, save, sign, verify
+from graphpack.cli import completion, inspect, load, maintain, models, save, sign, verify
 from graphpack.cli.answer import EXIT_CODES, examples, exits
 
 
@@ -32,6 +32,8 @@ for _command in (
     verify.verify,
     sign.sign,
     sign.keygen,
+    maintain.rm,
+    maintain.gc,
     models.models,
     completion.completion,
 ):

@@ -1,118 +1,19 @@
-"""The lock, temporary files, and file systems that lack something."""
+"""Reading and writing files, temporary files, and file systems that lack something."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import os
-import subprocess
-import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from graphpack.archive import lock
 from graphpack.archive.files import probe, read_file, sweep, sync_folder, write_file
-from graphpack.archive.lock import locked
 from graphpack.archive.store import Archive
 from graphpack.errors import CorruptArchiveError, StorageError
 from tests.archive.build import make_record
-
-HOLD = """
-import sys, time
-from pathlib import Path
-from graphpack.archive.lock import locked
-with locked(Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(float(sys.argv[2]))
-"""
-
-
-def hold(folder: Path, seconds: float) -> subprocess.Popen[str]:
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder), str(seconds)], stdout=subprocess.PIPE, text=True
-    )
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == "held\n"
-    return holder
-
-
-def finish(holder: subprocess.Popen[str]) -> None:
-    holder.kill()
-    holder.communicate()
-
-
-def test_a_held_lock_names_its_holder(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    holder = hold(archive, 60)
-    try:
-        monkeypatch.setattr(lock, "LOCK_TIMEOUT", 0.2)
-        writer = Archive.create(archive)
-        ref = writer.put_entry(make_record("second"))
-        with pytest.raises(StorageError) as caught:
-            writer.commit(ref, "second")
-        assert f"is being written by process {holder.pid}" in caught.value.message
-        assert caught.value.code == 12
-        assert Archive.open(archive).entry_names() == ("tiny",), "readers need no lock"
-    finally:
-        finish(holder)
-    writer.commit(ref, "second")
-    assert Archive.open(archive).entry_names() == ("tiny", "second")
-    assert not (archive / ".lock").exists()
-
-
-def test_a_lock_is_waited_for(archive: Path) -> None:
-    holder = hold(archive, 0.5)
-    writer = Archive.create(archive)
-    writer.commit(writer.put_entry(make_record("second")), "second")
-    holder.communicate()
-    assert holder.returncode == 0
-    assert Archive.open(archive).entry_names() == ("tiny", "second")
-
-
-@pytest.mark.parametrize("content", [b"", b"garbage", b"9" * 40])
-def test_a_lock_whose_holder_is_unknown(tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "LOCK_TIMEOUT", 0.0)
-    (tmp_path / ".lock").write_bytes(content)
-    with (tmp_path / ".lock").open("rb") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(StorageError, match="being written by"), locked(tmp_path):
-            pass
-
-
-def test_writers_take_turns(tmp_path: Path) -> None:
-    inside = 0
-    most = 0
-
-    def work() -> None:
-        nonlocal inside, most
-        for _ in range(5):
-            with locked(tmp_path):
-                inside += 1
-                most = max(most, inside)
-                time.sleep(0.002)
-                inside -= 1
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert most == 1
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_lock_that_is_no_file(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / ".lock")
-    with pytest.raises(StorageError, match="not a regular file"), locked(tmp_path):
-        pass
-    (tmp_path / ".lock").unlink()
-    (tmp_path / ".lock").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(StorageError, match="lock"), locked(tmp_path):
-        pass
-    assert not (tmp_path / "elsewhere").exists()
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
@@ -127,30 +28,6 @@ def test_file_systems_without_locks(archive: Path, number: int, monkeypatch: pyt
     writer.commit(writer.put_entry(make_record("second")), "second")
     assert Archive.open(archive).entry_names() == ("tiny", "second")
     assert stale.exists(), "without locks nobody can tell whether it is being written"
-
-
-def test_a_lock_that_fails_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(descriptor: int, how: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(StorageError, match="Input/output error"), locked(tmp_path):
-        pass
-
-
-def test_a_lock_that_cannot_be_removed(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    unlink = os.unlink
-
-    def busy(path: Any) -> None:
-        if Path(path).name == ".lock":
-            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
-        unlink(path)
-
-    monkeypatch.setattr(os, "unlink", busy)
-    writer = Archive.create(archive)
-    writer.commit(writer.put_entry(make_record("second")), "second")
-    writer.commit(writer.put_entry(make_record("third")), "third")
-    assert Archive.open(archive).entry_names() == ("tiny", "second", "third")
 
 
 def test_only_temporary_files_that_nobody_writes_are_swept(tmp_path: Path) -> None:

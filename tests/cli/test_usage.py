@@ -36,6 +36,8 @@ def test_only_what_is_built_is_there() -> None:
         "verify",
         "sign",
         "keygen",
+        "rm",
+        "gc",
         "models",
         "models make",
         "completion",

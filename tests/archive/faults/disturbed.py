@@ -156,15 +156,20 @@ def named_blobs(archive: Path) -> set[str]:
     for descriptor in read_index(archive)["manifests"]:
         digest = descriptor["digest"].removeprefix("sha256:")
         manifest = json.loads((archive / "blobs/sha256" / digest).read_bytes())
-        parts = [manifest["config"], *manifest["layers"]] if "config" in manifest else []
+        parts = [*manifest.get("layers", []), *([manifest["config"]] if "config" in manifest else [])]
         named |= {digest, *(part["digest"].removeprefix("sha256:") for part in parts)}
     return named
 
 
 def main(*disturbances: Callable[[Disturbed], Report]) -> None:
-    """The reports of disturbances of the scenario that the command line names, as JSON."""
+    """Run them on the scenario that the command line names."""
+    run(scenarios.SCENARIOS[sys.argv[1]], *disturbances)
+
+
+def run(scenario: Scenario, *disturbances: Callable[[Disturbed], Report]) -> None:
+    """The reports of disturbances of a scenario, as JSON."""
     stay_on_this_processor()
-    disturbed = Disturbed(scenarios.SCENARIOS[sys.argv[1]])
+    disturbed = Disturbed(scenario)
     try:
         reports = [disturbance(disturbed) for disturbance in disturbances]
     finally:

@@ -45,6 +45,14 @@ def test_a_power_cut_after_a_kill(scenario: str, count: Count) -> None:
     count("states after a kill, another act and a power cut", sum(report.points for report in found))
 
 
+def test_a_save_and_a_collection_at_every_moment_of_each_other(count: Count) -> None:
+    """A save relies on blobs that were unused until then, and none of them is collected under it."""
+    collected, saved = run.reports("races", "")
+    assert collected.broken == saved.broken == []
+    count("collections inside a save", collected.points)
+    count("saves inside a collection", saved.points)
+
+
 BROKEN_ON_PURPOSE = {
     "a file written in place": (
         "replace",
@@ -72,6 +80,21 @@ BROKEN_ON_PURPOSE = {
         "store.Archive._sync_folders = lambda archive: None",
         "partial(losses.cut_after_kills, 1)",
     ),
+    "blobs found in place not renewed": (
+        "races",
+        "files.renew = lambda path: True",
+        "races.collect_during_save",
+    ),
+    "saves that do not tell of themselves": (
+        "races",
+        "store.Archive._saving = property(lambda archive: True, lambda archive, value: None)",
+        "races.collect_during_save",
+    ),
+    "blobs found in place without the lock": (
+        "races",
+        "store.locked = lambda folder: nullcontext()",
+        "races.save_during_collection",
+    ),
     "collecting from an index that may not last": (
         "replace",
         "collect.files = SimpleNamespace(sync_folder=lambda folder: None)",
@@ -85,13 +108,15 @@ def test_what_is_broken_is_noticed(what: str) -> None:
     scenario, breaking, disturbance = BROKEN_ON_PURPOSE[what]
     code = (
         "import os\n"
+        "from contextlib import nullcontext\n"
         "from functools import partial\n"
         "from types import SimpleNamespace\n"
         "from graphpack.archive import collect, files, finding, store\n"
-        "from tests.archive.faults import errors, kills, losses\n"
-        "from tests.archive.faults.disturbed import main\n"
+        "from tests.archive.faults import errors, kills, losses, races\n"
+        "from tests.archive.faults.disturbed import run\n"
+        "from tests.archive.faults.scenarios import SCENARIOS\n"
         f"{breaking}\n"
-        f"main({disturbance})\n"
+        f"run({'races.SAVE' if scenario == 'races' else f'SCENARIOS[{scenario!r}]'}, {disturbance})\n"
     )
     (found,) = run.reports_of(code, scenario)
     assert found.broken
