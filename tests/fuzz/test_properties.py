@@ -4,7 +4,7 @@ else is offered is refused with the exit status that it should."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -18,9 +18,10 @@ from graphpack.archive import codec, oci
 from graphpack.archive.check import check_record, check_record_layout, check_record_weights, decode_record
 from graphpack.archive.record import Blob, Producer, Record
 from graphpack.backends.cuda import columns as c
+from graphpack.backends.cuda import columns_check
 from graphpack.backends.cuda.builder import ColumnsBuilder
 from graphpack.dtypes import DTYPES
-from graphpack.errors import CorruptArchiveError, UnsupportedFormatError, WeightsMismatchError
+from graphpack.errors import CorruptArchiveError, Problem, UnsupportedFormatError, WeightsMismatchError
 from graphpack.models.architecture import DecoderConfig
 from graphpack.models.safetensors import read_header
 from graphpack.schema import COUNT_LIMIT, Plain, to_plain
@@ -315,3 +316,32 @@ def test_a_configuration_is_refused_by_its_keys_or_describes_a_decoder(changes: 
     assert all(extent >= 1 for shape in shapes.values() for extent in shape)
     assert set(config.ties()) <= set(shapes)
     assert codec.unpack(codec.pack(config.to_config()), "config") == config.to_config()
+
+
+EDGES = np.array(
+    [0, 1, 2, 3, 4, 7, 8, 16, 32, 63, 64, 65, 255, 256, 4095, 4096, 2**16, 2**31 - 1, 2**31, 2**32 - 1], np.uint64
+)
+HUGE = np.array([2**32, 2**47, 2**48, 2**62, 2**63, 2**64 - 1], np.uint64)
+
+
+@pytest.mark.parametrize(
+    ("table", "one"), [("memsets", columns_check._memset), ("memcpys", columns_check._memcpy)], ids=["sets", "copies"]
+)
+def test_rows_are_judged_together_as_they_are_one_by_one(table: str, one: Callable[..., Iterator[Problem]]) -> None:
+    """A hundred thousand rows of numbers at which something changes, most of them small, so that many are right."""
+    generator = np.random.default_rng(20)
+    dtype = c.TABLES[table]
+    rows = np.zeros(100_000, dtype)
+    for name in dtype.names or ():
+        most = {"element_size": 6, "value": 14}.get(name, 3 if name.endswith(("height", "depth", "region")) else 9)
+        rows[name] = EDGES[generator.integers(0, most, len(rows))].astype(dtype[name])
+        for numbers, share in ((EDGES, 0.02), (HUGE, 0.02)):
+            chosen = generator.random(len(rows)) < share
+            rows[name][chosen] = numbers[generator.integers(0, len(numbers), chosen.sum())].astype(dtype[name])
+    builder = ColumnsBuilder([region.name for region in REGIONS])
+    builder.add_empty()
+    graph: c.GraphColumns = replace(builder.finish(), **{table: rows})  # type: ignore[arg-type]
+    sizes = {region.name: region.bytes for region in REGIONS}
+    apart = [list(one(f"{table}[{at}]", row, graph, sizes)) for at, row in enumerate(rows)]
+    assert list(getattr(columns_check, f"_{table}")(graph, sizes)) == [problem for row in apart for problem in row]
+    assert 3000 < sum(not problems for problems in apart) < 97_000

@@ -23,6 +23,9 @@ from graphpack.graph import Region
 from graphpack.schema import Plain
 
 BLOB_LIMIT = 256 << 20
+KERNEL_LIMIT = 1 << 14
+LAYOUT_LIMIT = 1 << 18
+"""Parameters of all kernels. Thousands are what graphs have."""
 BLOCK_ALIGNMENT = 64
 """Of a launch's parameter block. TMA descriptors must stand at multiples of 64 in memory, too."""
 
@@ -249,6 +252,8 @@ def _malformed(document: Plain) -> list[Problem]:
 def _columns(document: dict[str, Any]) -> GraphColumns:
     """ValueError for columns of different lengths, and for numbers that are none."""
     kernels, layouts = _table(document, "kernels", KERNELS), _table(document, "layouts", LAYOUTS)
+    if len(kernels) > KERNEL_LIMIT or len(layouts) > LAYOUT_LIMIT:
+        raise ValueError(f"{len(kernels)} kernels with {len(layouts)} parameters")
     ends = np.cumsum(kernels["parameters"], dtype=np.uint64).tolist()
     if len(kernels) != len(document["functions"]) or (ends or [0])[-1] != len(layouts):
         raise ValueError("kernels, functions and layouts have different lengths")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from graphpack.backends.cuda.attributes import CLUSTER_DIMENSION, KEPT, PREFERRED_CLUSTER
 from graphpack.errors import Problem
 from graphpack.graph import Region
-from graphpack.schema import shown
+from graphpack.schema import PROBLEM_LIMIT, shown
 
 if TYPE_CHECKING:
     from graphpack.backends.cuda.columns import GraphColumns, Kernel
@@ -30,14 +31,17 @@ GRID_LIMITS = (2**31 - 1, 65535, 65535)
 BLOCK_LIMITS = (1024, 1024, 64)
 THREADS_LIMIT = 1024
 
+_EASY = 1 << 31
+"""Products of two numbers below this, and sums of some, have 64 bits."""
+
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
 def check_columns(columns: GraphColumns, regions: Sequence[Region]) -> list[Problem]:
-    """All problems of the first part that has any: later parts refer to earlier ones."""
+    """The problems of the first part that has any, `PROBLEM_LIMIT` at most: later parts refer to earlier ones."""
     sizes = {region.name: region.bytes for region in regions}
     for check in (_names, _tables, _launches, _edges, _attributes, _clusters, _words, _memsets, _memcpys):
-        problems = list(check(columns, sizes))
+        problems = list(islice(check(columns, sizes), PROBLEM_LIMIT))
         if problems:
             return problems
     return []
@@ -182,37 +186,72 @@ def _words(columns: GraphColumns, sizes: dict[str, int]) -> Iterator[Problem]:
 
 
 def _memsets(columns: GraphColumns, sizes: dict[str, int]) -> Iterator[Problem]:
-    for position, row in enumerate(columns.memsets):
-        where = f"memsets[{position}]"
-        element, width, height = int(row["element_size"]), int(row["width"]), int(row["height"])
-        pitch = int(row["pitch"])
-        if element not in (1, 2, 4) or width < 1 or height < 1 or (height > 1 and pitch < width * element):
-            yield Problem(
-                where, f"{height} rows of {width} elements of {element} bytes", "1, 2 or 4 bytes; a wide pitch"
-            )
-            continue
-        if int(row["value"]) >= 1 << 8 * element or int(row["offset"]) % element:
-            yield Problem(
-                where, f"value {int(row['value'])} at {int(row['offset'])}", f"an aligned one of {element} bytes"
-            )
-        size = (height - 1) * pitch + width * element
-        yield from _placed(where, row["region"], row["offset"], size, columns, sizes)
+    rows = columns.memsets
+    element, width, height, pitch = (
+        rows[name].astype(np.uint64) for name in ("element_size", "width", "height", "pitch")
+    )
+    right = np.isin(element, (1, 2, 4)) & (width > 0) & (height > 0) & ((height == 1) | (pitch >= width * element))
+    right &= (rows["value"] < np.uint64(1) << (np.uint64(8) * element)) & (rows["offset"] % np.maximum(element, 1) == 0)
+    right &= _inside(rows, "region", "offset", (height - np.uint64(1)) * pitch + width * element, columns, sizes)
+    for position in np.flatnonzero(~(right & _easy(rows, "offset", "pitch", "width", "height"))).tolist():
+        yield from _memset(f"memsets[{position}]", rows[position], columns, sizes)
+
+
+def _memset(where: str, row: np.void, columns: GraphColumns, sizes: dict[str, int]) -> Iterator[Problem]:
+    element, width, height = int(row["element_size"]), int(row["width"]), int(row["height"])
+    pitch = int(row["pitch"])
+    if element not in (1, 2, 4) or width < 1 or height < 1 or (height > 1 and pitch < width * element):
+        yield Problem(where, f"{height} rows of {width} elements of {element} bytes", "1, 2 or 4 bytes; a wide pitch")
+        return
+    if int(row["value"]) >= 1 << 8 * element or int(row["offset"]) % element:
+        yield Problem(where, f"value {int(row['value'])} at {int(row['offset'])}", f"an aligned one of {element} bytes")
+    size = (height - 1) * pitch + width * element
+    yield from _placed(where, row["region"], row["offset"], size, columns, sizes)
 
 
 def _memcpys(columns: GraphColumns, sizes: dict[str, int]) -> Iterator[Problem]:
-    for position, row in enumerate(columns.memcpys):
-        width, height, depth = int(row["width"]), int(row["height"]), int(row["depth"])
-        if min(width, height, depth) < 1:
-            yield Problem(f"memcpys[{position}]", f"{width} x {height} x {depth}", "at least 1 each")
+    rows = columns.memcpys
+    width, height, depth = rows["width"], rows["height"], rows["depth"]
+    one = np.uint64(1)
+    right = (width > 0) & (height > 0) & (depth > 0) & _easy(rows, "width", "height", "depth")
+    for side in ("src", "dst"):
+        pitch, lines = rows[f"{side}_pitch"], rows[f"{side}_height"]
+        right &= (height * depth == 1) | (pitch >= width)
+        right &= (depth == 1) | (lines >= height)
+        apart = (depth - one) * lines + height - one
+        right &= (apart < _EASY) & (np.where(depth == 1, 0, lines) < _EASY)
+        right &= _inside(rows, f"{side}_region", f"{side}_offset", apart * pitch + width, columns, sizes)
+        right &= _easy(rows, f"{side}_offset", f"{side}_pitch")
+    for position in np.flatnonzero(~right).tolist():
+        yield from _memcpy(f"memcpys[{position}]", rows[position], columns, sizes)
+
+
+def _memcpy(where: str, row: np.void, columns: GraphColumns, sizes: dict[str, int]) -> Iterator[Problem]:
+    width, height, depth = int(row["width"]), int(row["height"]), int(row["depth"])
+    if min(width, height, depth) < 1:
+        yield Problem(where, f"{width} x {height} x {depth}", "at least 1 each")
+        return
+    for side in ("src", "dst"):
+        pitch, rows = int(row[f"{side}_pitch"]), int(row[f"{side}_height"])
+        if (height * depth > 1 and pitch < width) or (depth > 1 and rows < height):
+            yield Problem(f"{where}.{side}", f"pitch {pitch}, {rows} rows", "lines that overlap")
             continue
-        for side in ("src", "dst"):
-            where = f"memcpys[{position}].{side}"
-            pitch, rows = int(row[f"{side}_pitch"]), int(row[f"{side}_height"])
-            if (height * depth > 1 and pitch < width) or (depth > 1 and rows < height):
-                yield Problem(where, f"pitch {pitch}, {rows} rows", "lines that overlap")
-                continue
-            size = ((depth - 1) * rows + height - 1) * pitch + width
-            yield from _placed(where, row[f"{side}_region"], row[f"{side}_offset"], size, columns, sizes)
+        size = ((depth - 1) * rows + height - 1) * pitch + width
+        yield from _placed(f"{where}.{side}", row[f"{side}_region"], row[f"{side}_offset"], size, columns, sizes)
+
+
+def _easy(rows: np.ndarray, *names: str) -> np.ndarray:
+    """Rows whose numbers are so small that what is computed of them above is right; others are looked at one by one."""
+    return np.asarray(np.logical_and.reduce([rows[name] < _EASY for name in names]))
+
+
+def _inside(
+    rows: np.ndarray, region: str, offset: str, size: np.ndarray, columns: GraphColumns, sizes: dict[str, int]
+) -> np.ndarray:
+    """Rows that lie in their regions."""
+    ends = np.array([*(sizes[name] for name in columns.names.regions), 0], np.uint64)
+    known = rows[region] < len(ends) - 1
+    return np.asarray(known & (rows[offset] + size <= ends[np.where(known, rows[region], len(ends) - 1)]))
 
 
 def _placed(
