@@ -23,9 +23,10 @@ from graphpack.graph import Region
 from graphpack.schema import Plain
 
 BLOB_LIMIT = 256 << 20
-KERNEL_LIMIT = 1 << 14
+NAME_LIST_LIMIT = 1 << 16
+"""Regions, images and kernels, each. Thousands are what graphs have."""
 LAYOUT_LIMIT = 1 << 18
-"""Parameters of all kernels. Thousands are what graphs have."""
+"""Parameters of all kernels."""
 BLOCK_ALIGNMENT = 64
 """Of a launch's parameter block. TMA descriptors must stand at multiples of 64 in memory, too."""
 
@@ -242,9 +243,11 @@ def _malformed(document: Plain) -> list[Problem]:
     if type(document) is not dict or document.keys() != {*_LISTS, *_COLUMNS}:
         return [Problem("graph", "has other parts than a graph")]
     texts = [
-        Problem(key, "", "must be a list of text")
+        Problem(key, "", f"must be a list of at most {NAME_LIST_LIMIT} texts")
         for key in _LISTS
-        if type(document[key]) is not list or not all(type(item) is str for item in document[key])
+        if type(document[key]) is not list
+        or len(document[key]) > NAME_LIST_LIMIT
+        or not all(type(item) is str for item in document[key])
     ]
     return texts + [Problem(key, "", "must be a column") for key in _COLUMNS if type(document[key]) is not bytes]
 
@@ -252,11 +255,14 @@ def _malformed(document: Plain) -> list[Problem]:
 def _columns(document: dict[str, Any]) -> GraphColumns:
     """ValueError for columns of different lengths, and for numbers that are none."""
     kernels, layouts = _table(document, "kernels", KERNELS), _table(document, "layouts", LAYOUTS)
-    if len(kernels) > KERNEL_LIMIT or len(layouts) > LAYOUT_LIMIT:
-        raise ValueError(f"{len(kernels)} kernels with {len(layouts)} parameters")
+    if len(layouts) > LAYOUT_LIMIT:
+        raise ValueError(f"{len(layouts)} parameters, at most {LAYOUT_LIMIT}")
+    different = ValueError("kernels, functions and layouts have different lengths")
+    if len(kernels) != len(document["functions"]):
+        raise different
     ends = np.cumsum(kernels["parameters"], dtype=np.uint64).tolist()
-    if len(kernels) != len(document["functions"]) or (ends or [0])[-1] != len(layouts):
-        raise ValueError("kernels, functions and layouts have different lengths")
+    if (ends or [0])[-1] != len(layouts):
+        raise different
     if len(kernels) and int(kernels["non_portable_cluster"].max()) > 1:
         raise ValueError("kernels.non_portable_cluster is neither 0 nor 1")
     flat = np.ascontiguousarray(layouts).view("<u4").tolist()
