@@ -14,7 +14,11 @@ from graphpack.schema import shown
 
 def archive_root(path: str | os.PathLike[str]) -> Path:
     root = Path(path)
-    if "\0" in str(root):
+    try:
+        encoded = os.fsencode(root)
+    except UnicodeEncodeError:
+        raise no_archive(root, "no path has such characters") from None
+    if b"\0" in encoded:
         raise no_archive(root, "no path has a zero byte")
     return root
 

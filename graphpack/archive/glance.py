@@ -24,7 +24,7 @@ def _content(path: Path) -> bytes:
     try:
         # A link could lead anywhere, and a named pipe would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
+    except (OSError, ValueError):  # a path with characters that none can have
         return b""
     try:
         return os.read(descriptor, _LARGEST) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""

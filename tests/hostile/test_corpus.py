@@ -3,10 +3,13 @@ neither runs nor writes anything; and something that looks almost the same is re
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import graphpack
+from graphpack.errors import NotFoundError
 from tests.conftest import Count
 from tests.hostile import blobs, documents, files
 from tests.hostile.case import Edit, nothing
@@ -64,3 +67,12 @@ def test_the_archive_as_it_was_is_restored(archive: Path, reader: Reader) -> Non
     assert [event[0] for event in reading.events] == ["ctypes.dlopen"] * 2
     assert all(event[1].startswith("/proc/self/") for event in reading.events)
     assert snapshot(archive.parent) == before
+
+
+@pytest.mark.parametrize("path", ["a\0b", "\ud800", "/dev/zero", ""])
+@pytest.mark.parametrize(
+    "read", [graphpack.load, graphpack.inspect, graphpack.open_archive], ids=lambda read: read.__name__
+)
+def test_what_can_be_no_archive_is_not_found(read: Callable[[str], object], path: str) -> None:
+    with pytest.raises(NotFoundError, match="not a graphpack archive"):
+        read(path)
