@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from tests.archive.faults.disturbed import Report
 
@@ -22,6 +23,11 @@ def reports_of(code: str, scenario: str) -> list[Report]:
 
 
 def _run(*arguments: str) -> list[Report]:
+    return [Report(**report) for report in answer(*arguments)]
+
+
+def answer(*arguments: str) -> Any:
+    """What Python prints as JSON, called with these arguments."""
     done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return [Report(**report) for report in json.loads(done.stdout)]
+    return json.loads(done.stdout)

@@ -53,6 +53,13 @@ def test_a_save_and_a_collection_at_every_moment_of_each_other(count: Count) -> 
     count("saves inside a collection", saved.points)
 
 
+def test_no_call_of_a_reader_can_write(count: Count) -> None:
+    answers = run.answer("-m", "tests.archive.faults.reading")
+    assert answers.pop("rm")[0], "what writes is noticed"
+    assert {what: writes for what, (writes, _) in answers.items()} == {what: [] for what in answers}
+    count("system calls of readers", sum(calls for _, calls in answers.values()))
+
+
 BROKEN_ON_PURPOSE = {
     "a file written in place": (
         "replace",
