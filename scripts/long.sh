@@ -1,11 +1,19 @@
 #!/usr/bin/env bash
-# The longer tier: real weights. Makes SmolLM2-135M, saves it for three batch sizes, proves the restore, and compares
-# logits and greedy tokens with transformers. About ten minutes on two cores; downloads 93 MB.
+# The longer tier, by what it tries:
 #
-#     bash scripts/long.sh [FOLDER]     FOLDER keeps the checkpoint and the archive for the next run
+#     bash scripts/long.sh [FOLDER]     real weights: makes SmolLM2-135M, saves it for three batch sizes, proves the
+#                                       restore, and compares logits and greedy tokens with transformers. About ten
+#                                       minutes on two cores; downloads 93 MB. FOLDER keeps the checkpoint and the
+#                                       archive for the next run.
+#     bash scripts/long.sh soak         kills, failing calls, power cuts and storms of processes, in larger numbers than
+#                                       the tests have. About twenty minutes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/setup.sh test
+
+if [ "${1:-}" = soak ]; then
+    exec python scripts/soak.py
+fi
 
 folder="${1:-$(mktemp -d)}"
 mkdir -p "$folder"

@@ -1,0 +1,69 @@
+# ruff: noqa: T201
+"""Everything that can happen to an archive, in larger numbers than the tests try: see `scripts/long.sh soak`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.archive.faults import run  # noqa: E402 - after the path
+from tests.archive.faults.scenarios import SCENARIOS  # noqa: E402
+
+PROCESSES = 2
+DISTURBANCES = {
+    "killed at every system call and inside every write": ("kills",),
+    "every file-system call failing, times six errors": ("errors",),
+    "the same, all later writes failing as well": ("errors", "--lasting"),
+    "calls that write done, their answers lost, times six errors": ("errors", "--after"),
+    "states after a power cut": ("losses", "--far"),
+    "states after a kill, another act and a power cut": ("losses", "--killed", "--far"),
+}
+FLOCKS = {"real": (120.0, 100_000), "ENOSYS": (30.0, 20_000), "nothing": (30.0, 20_000)}
+"""Seconds and reads of a storm at least, by what `flock` does."""
+
+
+def disturb(what: str) -> tuple[int, list[str]]:
+    """How much was tried, and what was broken by it."""
+    module, *options = DISTURBANCES[what]
+    tried, broken = 0, []
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        for found in pool.map(lambda scenario: run.reports(module, scenario, *options), SCENARIOS):
+            tried += sum(report.points for report in found)
+            broken += [line for report in found for line in report.broken]
+    return tried, broken
+
+
+def storm(flock: str) -> tuple[int, list[str]]:
+    seconds, reads = FLOCKS[flock]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "tests.archive.storm", f"{folder}/archive", str(seconds), str(reads), flock]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    found = json.loads(done.stdout)
+    print(f"  {found}")
+    return found["reads"], found["failures"]
+
+
+def main() -> int:
+    failed = False
+    trials = [(what, lambda what=what: disturb(what)) for what in DISTURBANCES]
+    trials += [(f"verified concurrent reads, flock: {flock}", lambda flock=flock: storm(flock)) for flock in FLOCKS]
+    for what, trial in trials:
+        begin = time.monotonic()
+        tried, broken = trial()
+        print(f"{what}: {tried:,}; broken: {len(broken)}; {time.monotonic() - begin:.0f} s", flush=True)
+        for line in broken:
+            print(f"  {line}")
+        failed = failed or bool(broken)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
