@@ -8,10 +8,12 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
 from graphpack import process
 from graphpack.errors import GraphpackError, Problem, StorageError, UsageError
+from graphpack.words import LOG_FORMAT_VARIABLE
 
 if TYPE_CHECKING:
     import click
@@ -43,29 +45,40 @@ def main() -> int:
 
 def run(arguments: Sequence[str]) -> int:
     """Run `arguments`: the answer on standard output, all else on standard error."""
-    as_json = _wants_json(arguments)
+    forms = _Forms.of(arguments)
     try:
         answer = _invoke(arguments)
         if isinstance(answer, int):
             return answer
-        _print_answer(answer, as_json)
-        if answer.refusal is not None:
-            return answer.refusal.code if as_json else _fail(answer.refusal, as_json=False)
-        return 0
+        _print_answer(answer, forms)
+        return 0 if answer.refusal is None else _fail(answer.refusal, forms, answered=True)
     except BrokenPipeError:
         process.abandon_stdout()
         return CLOSED_PIPE
     except process.Interrupted as stop:
-        return _fail(_StoppedError(stop.number), as_json=as_json)
+        return _fail(_StoppedError(stop.number), forms)
     except GraphpackError as error:
-        return _fail(error, as_json=as_json)
+        return _fail(error, forms)
     except OSError as error:
         if error.errno not in REFUSED_BY_SYSTEM:
-            return _fail(_bug(error), as_json=as_json)
+            return _fail(_bug(error), forms)
         about = "" if error.filename is None else f"{error.filename}: "
-        return _fail(StorageError(f"{about}{error.strerror}"), as_json=as_json)
+        return _fail(StorageError(f"{about}{error.strerror}"), forms)
     except Exception as error:  # noqa: BLE001 - the one place that turns a bug into its exit status
-        return _fail(_bug(error), as_json=as_json)
+        return _fail(_bug(error), forms)
+
+
+@dataclass(frozen=True, slots=True)
+class _Forms:
+    """Whether the answer and the log lines are JSON."""
+
+    answer: bool
+    log: bool
+
+    @classmethod
+    def of(cls, arguments: Sequence[str]) -> _Forms:
+        log = _chosen(arguments, "--log-format") or os.environ.get(LOG_FORMAT_VARIABLE)
+        return cls(answer=_chosen(arguments, "--format") == "json", log=log == "json")
 
 
 def _invoke(arguments: Sequence[str]) -> Answer | int:
@@ -98,20 +111,22 @@ def _usage(error: click.ClickException) -> UsageError:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "graphpack"
     parameter = getattr(error, "param", None)
-    where = "" if parameter is None or context is None else parameter.get_error_hint(context).strip("'")
+    hint = "" if parameter is None or context is None else parameter.get_error_hint(context)
+    where = hint.partition(" (")[0].strip("'")
     return UsageError(error.format_message(), [Problem(where, hint=f"see {command} --help")])
 
 
 def _bug(error: Exception) -> GraphpackError:
-    traceback.print_exception(error)
-    advice = "this is a bug in graphpack: please report it with the lines above"
-    return GraphpackError(f"internal error: {type(error).__name__}: {error}", [Problem("", hint=advice)])
+    advice = "this is a bug in graphpack: please report it with its traceback"
+    bug = GraphpackError(f"internal error: {type(error).__name__}: {error}", [Problem("", hint=advice)])
+    bug.__cause__ = error
+    return bug
 
 
-def _print_answer(answer: Answer, as_json: bool) -> None:
+def _print_answer(answer: Answer, forms: _Forms) -> None:
     from graphpack import documents
 
-    if not as_json:
+    if not forms.answer:
         _print(answer.lines, sys.stdout)
     elif answer.refusal is None:
         _print([documents.dumps(answer.document)], sys.stdout)
@@ -119,18 +134,24 @@ def _print_answer(answer: Answer, as_json: bool) -> None:
         _print([documents.dumps({**answer.document, **documents.of_error(answer.refusal)})], sys.stdout)
 
 
-def _fail(error: GraphpackError, *, as_json: bool) -> int:
-    """Print a failure and give its exit status."""
+def _fail(error: GraphpackError, forms: _Forms, *, answered: bool = False) -> int:
+    """Print a failure and give its exit status. An answer that was printed in JSON has it already."""
     from graphpack import documents, report
 
+    if error.__cause__ is not None and error.code == GraphpackError.code and not forms.log:
+        traceback.print_exception(error.__cause__)
     try:
-        if as_json:
+        if forms.log:
+            from graphpack.cli import logs
+
+            _print([logs.failure(error)], sys.stderr)
+        if forms.answer and not answered:
             _print([documents.dumps(documents.of_error(error))], sys.stdout)
-        else:
+        elif not forms.answer and not forms.log:
             _print(report.of_error(error), sys.stderr)
     except OSError as failure:
         process.abandon_stdout()
-        if not isinstance(failure, BrokenPipeError):
+        if not isinstance(failure, BrokenPipeError) and not forms.log:
             _print(report.of_error(error), sys.stderr)
     return error.code
 
@@ -139,17 +160,17 @@ def _print(lines: Iterable[str], stream: TextIO) -> None:
     print("\n".join(lines), file=stream, flush=True)
 
 
-def _wants_json(arguments: Sequence[str]) -> bool:
-    """Whether `--format json` is there, also where the rest cannot be parsed. Of several, the last counts."""
+def _chosen(arguments: Sequence[str], option: str) -> str:
+    """The value of an option, also where the rest cannot be parsed. Of several, the last counts."""
     chosen = ""
     for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
         if argument == "--":
             break
-        if argument == "--format":
+        if argument == option:
             chosen = following
-        elif argument.startswith("--format="):
-            chosen = argument.removeprefix("--format=")
-    return chosen == "json"
+        elif argument.startswith(f"{option}="):
+            chosen = argument.removeprefix(f"{option}=")
+    return chosen
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
+from graphpack import logs
 from graphpack.archive.record import (
     Model,
     Record,
@@ -79,7 +80,7 @@ class _Save:
         self._name = request.name or self._model.name
         archive = Archive.create(request.archive)
         try:
-            with self._model.open_weights() as source:
+            with logs.about(self._name), self._model.open_weights() as source:
                 return self._save(archive, source)
         except BaseException:
             archive.discard()
@@ -96,6 +97,7 @@ class _Save:
             differences = stale(existing.record, wanted)
             intact = not differences and self._intact(archive, existing)
             if not differences and intact:
+                logs.info("up to date")
                 return self._result(existing.record, "up to date", 0, {})
             if differences and not self._request.replace:
                 raise UsageError(
@@ -193,6 +195,13 @@ class _Save:
             self._model, source, wanted.weights, wanted.settings, wanted.environment, dtype, done
         )
         self._notes += captured.notes
+        logs.info(
+            f"captured {len(captured.graphs)} decode graphs",
+            device=wanted.backend,
+            buckets=[str(found.graph.bucket) for found in captured.graphs],
+            graphs=len(captured.graphs),
+            seconds=sum(found.seconds for found in captured.graphs),
+        )
         return captured
 
     def _prove(self, archive: Archive, written: WrittenEntry, source: WeightSource, captured: CapturedEntry) -> None:

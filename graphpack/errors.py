@@ -31,11 +31,13 @@ class GraphpackError(Exception):
     """Base of every error graphpack raises on purpose.
 
     `code` is the process exit status and `kind` its name in JSON output; both are part of the command line's
-    contract. `message` is one sentence; `problems` hold the details.
+    contract. `message` is one sentence; `problems` hold the details. `entry` is the one it is about, where that is
+    known.
     """
 
     code = 1
     kind = "internal-error"
+    entry: str | None = None
 
     def __init__(self, message: str, problems: Sequence[Problem] = ()) -> None:
         super().__init__(message)

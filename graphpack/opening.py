@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from graphpack import logs
 from graphpack.archive.glance import mentions
 from graphpack.backends import BLOB_TYPES, hold, wake
 from graphpack.errors import Problem, UsageError
-from graphpack.results import LoadRequest, Observer, SilentObserver
+from graphpack.results import LoadedEntry, LoadRequest, Observer, SilentObserver
 
 if TYPE_CHECKING:
     from graphpack.archive.store import Archive, Entry
@@ -73,8 +74,21 @@ def _restored(
             held.enter_context(hold(device))
         from graphpack.restore import restore_entry
 
-        models = [
-            opened.enter_context(restore_entry(archive, entry, request, config, policy, observer)) for entry in entries
-        ]
+        models = []
+        for entry in entries:
+            with logs.about(entry.name):
+                model = opened.enter_context(restore_entry(archive, entry, request, config, policy, observer))
+                _tell(model.result)
+            models.append(model)
         opened.pop_all()
     return models
+
+
+def _tell(restored: LoadedEntry) -> None:
+    logs.info(
+        f"restored {restored.graphs} decode graphs",
+        device=restored.device,
+        graphs=restored.graphs,
+        captures=restored.captures,
+        seconds=sum(restored.stages.values()),
+    )

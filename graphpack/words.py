@@ -6,6 +6,8 @@ import re
 
 DTYPE_WORDS = ("auto", "float32", "bfloat16", "float16")
 CPU_ISAS = ("avx2", "avx512")
+LOG_FORMATS = ("human", "json")
+LOG_FORMAT_VARIABLE = "GRAPHPACK_LOG_FORMAT"
 DEVICE_WORDS = "cpu, cuda or cuda:I, such as cuda:0"
 NAME_WORDS = "letters, digits, dots, dashes and underscores, not starting with a dot or dash, at most 128"
 LARGEST_SIZE = 2**31 - 1
@@ -18,6 +20,7 @@ def is_device(text: str) -> bool:
 
 def is_entry_name(text: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", text) is not None
+
 
 READING_HOURS = 24.0
 """After so many hours no reader is still busy with an entry that was replaced."""

@@ -15,6 +15,7 @@ import click
 
 from graphpack import process
 from graphpack.errors import GraphpackError
+from graphpack.words import LOG_FORMAT_VARIABLE, LOG_FORMATS
 
 if TYPE_CHECKING:
     from graphpack.documents import Document
@@ -59,8 +60,8 @@ def examples(*lines: str) -> str:
 def command(
     name: str, cls: type[click.Command] = click.Command, *, epilog: Sequence[str], **attributes: Any
 ) -> Callable[[Callable[..., Answer]], Any]:
-    """A command with `--format` and an epilog that keeps its lines."""
-    options = click.option(
+    """A command with `--format` and `--log-format`, and an epilog that keeps its lines."""
+    answer_format = click.option(
         "--format",
         "output_format",
         type=click.Choice(["human", "json"]),
@@ -69,13 +70,26 @@ def command(
         expose_value=False,
         help="How to print the answer. JSON is one object on standard output.",
     )
+    log_format = click.option(
+        "--log-format",
+        type=click.Choice(LOG_FORMATS),
+        default=LOG_FORMATS[0],
+        envvar=LOG_FORMAT_VARIABLE,
+        show_envvar=True,
+        show_default=True,
+        help="How to print what happens meanwhile. JSON is one object a line on standard error.",
+    )
 
     def decorate(function: Callable[..., Answer]) -> click.Command:
         @functools.wraps(function)
-        def guarded(*args: Any, **kwargs: Any) -> Answer:
-            with process.stray_output_to_stderr():
+        def guarded(*args: Any, log_format: str, **kwargs: Any) -> Answer:
+            from graphpack.cli import logs
+
+            click.get_current_context().meta[logs.LOG_FORMAT] = log_format
+            with process.stray_output_to_stderr(), logs.to_stderr(log_format):
                 return function(*args, **kwargs)
 
-        return click.command(name, cls, epilog="\n\n".join(epilog), **attributes)(options(guarded))
+        made = click.command(name, cls, epilog="\n\n".join(epilog), **attributes)
+        return made(answer_format(log_format(guarded)))
 
     return decorate

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -84,8 +83,9 @@ def load(
         config=settings.file,
     )
     from graphpack import documents, opening, report
+    from graphpack.cli import logs
 
-    with report.observer(sys.stderr) as observer, ExitStack() as opened:
+    with logs.observer() as observer, ExitStack() as opened:
         models = opening.load(request, observer)
         for model in models:
             opened.callback(model.close)

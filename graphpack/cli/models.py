@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
@@ -41,9 +40,10 @@ def models() -> Answer:
 def make(name: str, directory: Path) -> Answer:
     """Write the built-in model NAME to DIR as a Hugging Face checkpoint: config.json and safetensors."""
     from graphpack import documents, report
+    from graphpack.cli import logs
     from graphpack.models import presets
 
-    with report.observer(sys.stderr) as observer:
+    with logs.observer() as observer:
         observer.stage("weights")
         written = presets.make_checkpoint(name, directory, lambda done, all_: observer.bytes("weights", done, all_))
     document = documents.document("models make", name=name, directory=directory, weight_bytes=written)

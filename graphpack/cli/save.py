@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,8 +60,9 @@ def save(model: str, archive: Path | None, config: Path | None, replace: bool, *
     chosen = {**_configured(configured), **{key: value for key, value in given.items() if value is not None}}
     request = SaveRequest(model=model, archive=target, replace=replace, config=settings.file, **chosen)
     from graphpack import capture, documents, report  # torch, so only for a request that is in order
+    from graphpack.cli import logs
 
-    with report.observer(sys.stderr) as observer:
+    with logs.observer() as observer:
         result = capture.save(request, observer)
     return Answer(documents.of_save(result), report.of_save(result))
 

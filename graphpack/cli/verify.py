@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +41,11 @@ def verify(
     Whether the graphs still give the recorded outputs on this machine, only graphpack load --verify can tell.
     """
     from graphpack import documents, report
+    from graphpack.cli import logs
     from graphpack.trust_settings import find_policy
     from graphpack.verify import verify as verify_entries
 
     policy = find_policy(trusted_keys, require_signature)
-    with report.observer(sys.stderr) as observer:
+    with logs.observer() as observer:
         entries = verify_entries(archive, names, level, policy, observer)
     return Answer(documents.of_verify(archive, level, entries), report.of_verify(entries))

@@ -23,7 +23,7 @@ SCHEMA = json.loads((ROOT / "docs" / "cli-output.schema.json").read_text())
 def test_every_option_is_documented_under_its_command(path: tuple[str, ...], command: click.Command) -> None:
     sections = dict(re.findall(r"^## `graphpack ([a-z ]+)[^\n]*\n(.*?)(?=^## |\Z)", CLI, re.MULTILINE | re.DOTALL))
     section = {title.strip(): text for title, text in sections.items()}[" ".join(path)]
-    documented = set(re.findall(r"`(--[a-z-]+)", section)) | {"--format", "--help"}
+    documented = set(re.findall(r"`(--[a-z-]+)", section)) | {"--format", "--log-format", "--help"}
     options = {name for option in command.params for name in option.opts if isinstance(option, click.Option)}
     assert documented == options | {"--help"}
 

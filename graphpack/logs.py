@@ -1,0 +1,61 @@
+"""What operators are told: records of the logger `graphpack`, each about an entry and perhaps one bucket of it.
+
+The library only tells. Who wants to hear sets up `logging`, as the command line does for its own process.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from graphpack.errors import GraphpackError
+
+LOGGER = logging.getLogger("graphpack")
+LOGGER.addHandler(logging.NullHandler())
+
+FIELDS = ("entry", "bucket", "device", "buckets", "graphs", "captures", "seconds", "kind", "code", "problems")
+"""What a record may carry beside its message, as attributes of these names."""
+
+_entry: ContextVar[str | None] = ContextVar("entry", default=None)
+
+
+def info(message: str, **fields: Any) -> None:
+    """Tell what went as it should. `fields` are some of FIELDS; without an entry, it is the one that `about` names."""
+    _tell(logging.INFO, message, fields)
+
+
+def warning(message: str, **fields: Any) -> None:
+    """Tell what an operator should know and nothing stopped for, such as a fallback."""
+    _tell(logging.WARNING, message, fields)
+
+
+def refusal(error: GraphpackError, **fields: Any) -> None:
+    """Tell an error that is answered without ending the process."""
+    _tell(logging.ERROR, error.message, {**refusal_fields(error), "refusal": error, **fields})
+
+
+def refusal_fields(error: GraphpackError) -> dict[str, Any]:
+    told = {key: value for key, value in error.as_dict().items() if key != "message"}
+    return told if error.entry is None else {"entry": error.entry, **told}
+
+
+@contextmanager
+def about(entry: str) -> Iterator[None]:
+    """What is told meanwhile is about `entry`, and so is the GraphpackError that ends it."""
+    token = _entry.set(entry)
+    try:
+        yield
+    except GraphpackError as error:
+        error.entry = error.entry or entry
+        raise
+    finally:
+        _entry.reset(token)
+
+
+def _tell(level: int, message: str, fields: dict[str, Any]) -> None:
+    if LOGGER.isEnabledFor(level):
+        entry = _entry.get()
+        LOGGER.log(level, "%s", message, extra=fields if entry is None else {"entry": entry, **fields})
