@@ -12,20 +12,32 @@ from typing import Any, TypeVar
 import graphpack
 
 T = TypeVar("T")
+AFTER = 12
 PACKAGE = str(Path(graphpack.__file__).parent)
 
 
 class Moments:
-    """Calls from and to functions of graphpack's own modules, counted; at one of them something happens."""
+    """Calls from and to functions of graphpack's own modules, counted; at one of them something happens.
 
-    def __init__(self, at: int = -1, action: Callable[[], object] = lambda: None, *, until: str = "") -> None:
+    `until` names a function after whose first call nothing happens any more. `near` collects the moments at which the
+    file of that name, or one with that digest, is being read, and the few after each of them.
+    """
+
+    def __init__(
+        self, at: int = -1, action: Callable[[], object] = lambda: None, *, until: str = "", file: str = ""
+    ) -> None:
         self.count = 0
+        self.near: set[int] = set()
         self._at = at
         self._action = action
         self._until = until
         self._over = False
+        self._file = file
+        self._reading: FrameType | None = None
 
     def _profile(self, frame: FrameType, event: str, _: Any) -> None:
+        if self._file:
+            self._look(frame, event)
         if event in ("call", "c_call") and not self._over and frame.f_code.co_filename.startswith(PACKAGE):
             if event == "call" and frame.f_code.co_name == self._until:
                 self._over = True
@@ -33,6 +45,16 @@ class Moments:
                 self._over = True
                 self._action()
             self.count += 1
+
+    def _look(self, frame: FrameType, event: str) -> None:
+        if self._reading is None and event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            named = {frame.f_locals.get("name"), frame.f_locals.get("digest")}
+            if named & {self._file, Path(self._file).name}:
+                self._reading = frame
+        if self._reading is not None:
+            self.near |= set(range(self.count, self.count + AFTER))
+            if event == "return" and frame is self._reading:
+                self._reading = None
 
     def run(self, what: Callable[[], T]) -> T:
         sys.setprofile(self._profile)
