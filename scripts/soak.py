@@ -26,8 +26,8 @@ DISTURBANCES = {
     "states after a power cut": ("losses", "--far"),
     "states after a kill, another act and a power cut": ("losses", "--killed", "--far"),
 }
-FLOCKS = {"real": (120.0, 100_000), "ENOSYS": (30.0, 20_000), "nothing": (30.0, 20_000)}
-"""Seconds and reads of a storm at least, by what `flock` does."""
+FLOCKS = {"real": (120.0, 100_000, 1000), "ENOSYS": (30.0, 20_000, 200), "nothing": (30.0, 20_000, 200)}
+"""Seconds, reads and saves of a storm at least, by what `flock` does."""
 
 
 def disturb(what: str) -> tuple[int, list[str]]:
@@ -42,9 +42,9 @@ def disturb(what: str) -> tuple[int, list[str]]:
 
 
 def storm(flock: str) -> tuple[int, list[str]]:
-    seconds, reads = FLOCKS[flock]
+    numbers = map(str, FLOCKS[flock])
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "tests.archive.storm", f"{folder}/archive", str(seconds), str(reads), flock]
+        command = [sys.executable, "-m", "tests.archive.storm", f"{folder}/archive", *numbers, flock]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
     found = json.loads(done.stdout)
     print(f"  {found}")

@@ -19,7 +19,7 @@ TEMPORARY = ".tmp-"
 
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _NOT_A_FILE = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO)
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF)
 
 
 @contextmanager
@@ -239,9 +239,9 @@ def _judge(path: Path, dry_run: bool) -> Temporary:
     status = os.lstat(path)
     abandoned = None
     with suppress(OSError):  # what cannot be told or removed harms nobody
-        descriptor = os.open(path, _READ)
+        descriptor = _open_to_lock(path, dry_run)
         try:
-            abandoned = _is_abandoned(descriptor, path)
+            abandoned = _is_abandoned(descriptor, path, dry_run)
             if abandoned and not dry_run:
                 os.unlink(path)  # while it is locked: whoever has just made it notices, and makes another
         finally:
@@ -249,19 +249,27 @@ def _judge(path: Path, dry_run: bool) -> Temporary:
     return Temporary(path, status.st_size, status.st_mtime_ns, abandoned)
 
 
-def _is_abandoned(descriptor: int, path: Path) -> bool | None:
+def _open_to_lock(path: Path, dry_run: bool) -> int:
+    """To write, without which network file systems lock nothing, if that is allowed."""
+    if not dry_run:
+        with suppress(PermissionError):
+            return os.open(path, _READ | os.O_RDWR)
+    return os.open(path, _READ)
+
+
+def _is_abandoned(descriptor: int, path: Path, dry_run: bool) -> bool | None:
     """A lock tells, if it is a real one; else the name has to."""
     try:
-        if try_lock(descriptor) and _excludes(path):
+        if try_lock(descriptor) and _excludes(path, dry_run):
             return True
     except BlockingIOError:
         return False
     return has_ended(path.name) if made_here(path.name) else None
 
 
-def _excludes(path: Path) -> bool:
+def _excludes(path: Path, dry_run: bool) -> bool:
     """Whether the lock that this process has on `path` keeps others out; on some file systems all succeed."""
-    other = os.open(path, _READ)
+    other = _open_to_lock(path, dry_run)
     try:
         return not try_lock(other)
     except BlockingIOError:
@@ -271,7 +279,7 @@ def _excludes(path: Path) -> bool:
 
 
 def try_lock(descriptor: int, *, wait: bool = False) -> bool:
-    """Lock an open file; False where the file system has no locks.
+    """Lock an open file; False where the file system has no locks, or none for a file opened like this.
 
     Raises BlockingIOError if it is locked and not to be waited for, OSError.
     """

@@ -1,8 +1,7 @@
 """Writers, readers and collectors on one archive at once, some of them killed.
 
-`python -m tests.archive.storm ARCHIVE SECONDS READS FLOCK` prints what happened as JSON. It goes on until both so many
-seconds are over and so many reads are done; FLOCK is `real`, or what `flock` does instead: the name of an error, or
-`nothing`.
+`python -m tests.archive.storm ARCHIVE SECONDS READS SAVES FLOCK` prints what happened as JSON. It goes on until so many
+seconds are over, and so many reads and saves are done. FLOCK says what `flock` does, see `flock_that`.
 """
 
 from __future__ import annotations
@@ -32,6 +31,8 @@ LEAVE_FOR = 5.0
 """Seconds for which the collector leaves unused blobs alone: no read takes that long."""
 
 KILL_EVERY = 0.25
+"""Seconds between kills, if there was a save between them."""
+
 Note = Callable[..., None]
 
 
@@ -137,37 +138,47 @@ class Storm:
 
 
 def flock_that(does: str) -> Callable[[Any, int], None]:
-    """A stand-in for `flock` on file systems that the test has not: an error's name, `nothing`, or the real one."""
+    """A stand-in for `flock` on file systems that the test has not: an error's name, `nothing`, or the real one.
+
+    `for writers` is the real one, but for files that were opened to be written only: network file systems have that.
+    """
+    real = fcntl.flock
 
     def flock(descriptor: Any, operation: int) -> None:
-        if does != "nothing":
+        if does == "for writers":
+            if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+            real(descriptor, operation)
+        elif does != "nothing":
             number = getattr(errno, does)
             raise OSError(number, os.strerror(number))
 
-    return fcntl.flock if does == "real" else flock
+    return real if does == "real" else flock
 
 
-def main(path: Path, seconds: float, reads: int, flock: str) -> None:
+def main(path: Path, seconds: float, reads: int, saves: int, flock: str) -> None:
     fcntl.flock = flock_that(flock)
-    for number in range(WRITERS):
-        save(path, f"w{number}", "first")
+    for name in ("shared", *(f"w{number}" for number in range(WRITERS))):
+        save(path, name, "first")
     gc.freeze()
     storm = Storm(path)
     begin = time.monotonic()
     for work, count in ((write, WRITERS), (read, READERS), (remove_unused, COLLECTORS)):
         for number in range(count):
             storm.start(work, number)
-    killed = begin
-    while not storm.failures and (time.monotonic() - begin < seconds or storm.counts["reads"] < reads):
+    killed, saved = begin, 0
+    while not storm.failures and (
+        time.monotonic() - begin < seconds or storm.counts["reads"] < reads or storm.counts["saves"] < saves
+    ):
         time.sleep(0.01)
         storm.listen()
-        if time.monotonic() - killed > KILL_EVERY:
+        if time.monotonic() - killed > KILL_EVERY and storm.counts["saves"] > saved:
             storm.kill_one()
-            killed = time.monotonic()
+            killed, saved = time.monotonic(), storm.counts["saves"]
     storm.stop()
     storm.listen()
     print(json.dumps({**storm.counts, "failures": storm.failures, "seconds": time.monotonic() - begin}))  # noqa: T201
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])

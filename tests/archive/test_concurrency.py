@@ -21,8 +21,9 @@ ROOT = Path(__file__).parents[2]
 NO_LOCKS = ("ENOSYS", "ENOLCK", "EOPNOTSUPP")
 
 
-def storm(path: Path, seconds: float, reads: int, flock: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.archive.storm", str(path), str(seconds), str(reads), flock]
+def storm(path: Path, seconds: float, reads: int, saves: int, flock: str) -> dict[str, Any]:
+    numbers = (str(seconds), str(reads), str(saves))
+    command = [sys.executable, "-m", "tests.archive.storm", str(path), *numbers, flock]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     counts: dict[str, Any] = json.loads(done.stdout)
@@ -43,7 +44,7 @@ def calm(path: Path) -> None:
 
 
 def test_writers_readers_and_a_collector_at_once(tmp_path: Path, count: Count) -> None:
-    counts = storm(tmp_path / "archive", 8, 10_000, "real")
+    counts = storm(tmp_path / "archive", 8, 10_000, 40, "real")
     assert counts["reads"] >= 10_000
     assert counts["collected"] > 0
     calm(tmp_path / "archive")
@@ -55,7 +56,7 @@ def test_writers_readers_and_a_collector_at_once(tmp_path: Path, count: Count) -
 
 @pytest.mark.parametrize("flock", [*NO_LOCKS, "nothing"])
 def test_the_same_where_flock_is_missing_or_locks_nothing(tmp_path: Path, flock: str, count: Count) -> None:
-    counts = storm(tmp_path / "archive", 2, 200, flock)
+    counts = storm(tmp_path / "archive", 2, 200, 10, flock)
     calm(tmp_path / "archive")
     count("verified concurrent reads without flock", counts["reads"])
     count("concurrent saves without flock", counts["saves"])
