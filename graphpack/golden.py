@@ -241,7 +241,7 @@ def decode(data: bytes, bucket: Bucket, inputs: tuple[TensorSpec, ...], output: 
 
     Raises CorruptArchiveError naming `where`.
     """
-    document = codec.unpack(data, where=where)
+    document = codec.unpack(data, where, codec.CONTENT_LIMIT)
     width = output.shape[-1]
     try:
         steps = document["steps"]

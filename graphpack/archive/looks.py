@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -28,6 +29,8 @@ _MAGICS = (
     (b"{", "a JSON file"),
 )
 
+_NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+
 _KINDS = (
     (stat.S_ISCHR, "a character device"),
     (stat.S_ISBLK, "a block device"),
@@ -44,8 +47,10 @@ def looks_like(path: Path) -> str:
     with storage_errors("read", path):
         try:
             mode = path.stat().st_mode
-        except (FileNotFoundError, NotADirectoryError):
-            return "there is no such file or directory"
+        except OSError as error:
+            if error.errno in _NOTHING_THERE:
+                return "there is no such file or directory"
+            raise
         if stat.S_ISDIR(mode):
             return _directory(sorted(os.listdir(path)))
         if stat.S_ISREG(mode):

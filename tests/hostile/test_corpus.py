@@ -19,6 +19,7 @@ CASES = {**documents.CASES, **files.CASES, **blobs.CASES}
 LOAD = ("load", "--verify")
 MEMORY = 64 << 20
 BOMB_SECONDS = 0.1
+TRIES = 5
 
 
 def refused(reading: Reading, codes: tuple[int, ...]) -> None:
@@ -37,9 +38,9 @@ def test_what_is_hostile_is_refused(name: str, archive: Path, reader: Reader, co
     for command, codes in ((LOAD, case.codes), (("inspect",), (0, *case.codes))):
         reading = reader(command[0], archive, *command[1:])
         refused(reading, codes)
-        if case.bomb and reading.seconds >= BOMB_SECONDS:
-            # Another process may have had the processor's cache.
-            reading = reader(command[0], archive, *command[1:])
+        for _ in range(TRIES):  # another process may have had the processor's cache
+            if case.bomb and reading.seconds >= BOMB_SECONDS:
+                reading = reader(command[0], archive, *command[1:])
         assert not case.bomb or reading.seconds < BOMB_SECONDS
         assert snapshot(archive.parent) == before
     assert not (archive.parent / documents.MARK).exists()
@@ -69,7 +70,7 @@ def test_the_archive_as_it_was_is_restored(archive: Path, reader: Reader) -> Non
     assert snapshot(archive.parent) == before
 
 
-@pytest.mark.parametrize("path", ["a\0b", "\ud800", "/dev/zero", ""])
+@pytest.mark.parametrize("path", ["a\0b", "\ud800", "a" * 5000, "/dev/zero", ""])
 @pytest.mark.parametrize(
     "read", [graphpack.load, graphpack.inspect, graphpack.open_archive], ids=lambda read: read.__name__
 )
