@@ -7,12 +7,17 @@
 #                                       archive for the next run.
 #     bash scripts/long.sh soak         kills, failing calls, power cuts and storms of processes, in larger numbers than
 #                                       the tests have. About twenty minutes.
+#     bash scripts/long.sh fuzz         five million inputs for what reads bytes from outside. Most of an hour on two
+#                                       cores; docs/benchmarks/fuzzing.md has a result.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/setup.sh test
 
 if [ "${1:-}" = soak ]; then
     exec python scripts/soak.py
+fi
+if [ "${1:-}" = fuzz ]; then
+    exec python scripts/fuzz.py all --inputs 5000000 --processes 2
 fi
 
 folder="${1:-$(mktemp -d)}"
