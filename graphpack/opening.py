@@ -62,7 +62,7 @@ def _open(request: LoadRequest) -> tuple[Archive, Sequence[Entry]]:
 def _restored(
     archive: Archive, entries: Sequence[Entry], request: LoadRequest, observer: Observer
 ) -> list[RestoredModel]:
-    from graphpack.config import find_config
+    from graphpack.configuration.config import find_config
     from graphpack.trust_settings import find_policy
 
     config = find_config(request.config)

@@ -73,7 +73,7 @@ def _again(error: dict[str, Any]) -> GraphpackError:
 
 
 def _main(archive: str, digest: str, size: str, weights: str, device: str) -> int:
-    from graphpack.config import Config
+    from graphpack.configuration.config import Config
     from graphpack.restore import restore_entry
     from graphpack.results import LoadRequest, SilentObserver
 

@@ -11,8 +11,18 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from graphpack.errors import Problem, UsageError
+from graphpack.graph import Bucket
 from graphpack.schema import shown
-from graphpack.words import CPU_ISAS, DEVICE_WORDS, DTYPE_WORDS, LARGEST_SIZE, NAME_WORDS, is_device, is_entry_name
+from graphpack.words import (
+    CPU_ISAS,
+    DEVICE_WORDS,
+    DTYPE_WORDS,
+    LARGEST_SIZE,
+    MODES,
+    NAME_WORDS,
+    is_device,
+    is_entry_name,
+)
 
 
 def _sizes_problems(where: str, sizes: tuple[int, ...]) -> list[Problem]:
@@ -28,7 +38,8 @@ def _device_problems(device: str) -> list[Problem]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
-    """`batch_sizes` and `seq_lens` are sorted and unique; `name` None means the model's own name."""
+    """`batch_sizes` and `seq_lens` are sorted and unique; `name` None means the model's own name. `slots` is how many
+    rows can be in progress at once, None for as many as the largest batch."""
 
     model: str
     archive: Path
@@ -36,11 +47,13 @@ class SaveRequest:
     device: str = "cpu"
     batch_sizes: tuple[int, ...] = (1,)
     seq_lens: tuple[int, ...] = (256,)
+    slots: int | None = None
     dtype: str = "auto"
     replace: bool = False
     config: Path | None = None
     cpu_isa: str | None = None
     compile: bool = False
+    mode: str = "full"
 
     def __post_init__(self) -> None:
         problems = [
@@ -48,12 +61,18 @@ class SaveRequest:
             *_sizes_problems("seq-lens", self.seq_lens),
             *_device_problems(self.device),
         ]
+        largest = max((size for size in self.batch_sizes if type(size) is int), default=1)
+        if self.slots is not None and not (type(self.slots) is int and largest <= self.slots < LARGEST_SIZE):
+            hint = f"a whole number, at least the largest batch size, {largest}"
+            problems.append(Problem("slots", here=shown(self.slots), hint=hint))
         if self.name is not None and not is_entry_name(self.name):
             problems.append(Problem("name", here=shown(self.name), hint=f"an entry's name is {NAME_WORDS}"))
         if self.dtype not in DTYPE_WORDS:
             problems.append(Problem("dtype", here=shown(self.dtype), hint=f"one of {', '.join(DTYPE_WORDS)}"))
         if self.cpu_isa is not None and self.cpu_isa not in CPU_ISAS:
             problems.append(Problem("cpu-isa", here=shown(self.cpu_isa), hint=f"one of {', '.join(CPU_ISAS)}"))
+        if self.mode not in MODES:
+            problems.append(Problem("mode", here=shown(self.mode), hint=f"one of {', '.join(MODES)}"))
         if problems:
             raise UsageError("nothing can be saved with these settings", problems)
 
@@ -205,6 +224,16 @@ class BenchRow:
     steps: int
     median_ms: float
     min_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """What a restored model has run: replays by bucket, those of no use left out; the padding rows among them; steps
+    that no graph was captured for."""
+
+    replays: Mapping[Bucket, int]
+    padded_rows: int
+    fallbacks: int
 
 
 @dataclass(frozen=True, slots=True)

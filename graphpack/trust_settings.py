@@ -98,7 +98,9 @@ def _file(file: Path) -> Place:
 
 def read_place(content: bytes, file: Path) -> Place:
     """What a `trust.yaml` says. UsageError names every problem by its dotted key."""
-    from graphpack.config import TRUST_KEYS, Reader, parse
+    from graphpack.configuration.keys import PATH
+    from graphpack.configuration.reader import TRUST_KEYS, Reader
+    from graphpack.configuration.yaml_file import parse
 
     reader = Reader(file.parent)
     value = parse(content, file)
@@ -108,7 +110,7 @@ def read_place(content: bytes, file: Path) -> Place:
         reader.refuse("trusted_keys", names, "must be a list of paths of public keys")
         names = []
     named = {f"[{position}]": name for position, name in enumerate(names)}
-    keys = [reader.path(named, key, "trusted_keys") for key in named]
+    keys = [reader.value(named, key, "trusted_keys", PATH) for key in named]
     required = settings.get("require_signature")
     if required is not None and not isinstance(required, bool):
         reader.refuse("require_signature", required, "must be true or false")

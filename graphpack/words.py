@@ -6,6 +6,7 @@ import re
 
 DTYPE_WORDS = ("auto", "float32", "bfloat16", "float16")
 CPU_ISAS = ("avx2", "avx512")
+MODES = ("full",)
 LOG_FORMATS = ("human", "json")
 LOG_FORMAT_VARIABLE = "GRAPHPACK_LOG_FORMAT"
 DEVICE_WORDS = "cpu, cuda or cuda:I, such as cuda:0"
@@ -16,6 +17,14 @@ LARGEST_SIZE = 2**31 - 1
 
 def is_device(text: str) -> bool:
     return re.fullmatch(r"cpu|cuda(:(0|[1-9][0-9]{0,3}))?", text) is not None
+
+
+def sizes_of_text(text: str) -> tuple[int, ...] | None:
+    """`1,2,4`: whole numbers from 1, sorted, each once; None for anything else."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch("[0-9]{1,10}", part) and 1 <= int(part) <= LARGEST_SIZE for part in parts):
+        return None
+    return tuple(sorted({int(part) for part in parts}))
 
 
 def is_entry_name(text: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from collections import Counter
 from collections.abc import Callable
@@ -20,8 +21,8 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.
     """Nothing about the terminal, the caller's shell or whom the caller trusts changes what is printed."""
     for name in ("COLUMNS", "FORCE_COLOR", "NO_COLOR", "TERM", "TTY_COMPATIBLE", "_GRAPHPACK_COMPLETE"):
         monkeypatch.delenv(name, raising=False)
-    for name in (trust_settings.KEYS_VARIABLE, trust_settings.REQUIRE_VARIABLE):
-        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith("GRAPHPACK_")]:
+        monkeypatch.delenv(name)
     nowhere = tmp_path_factory.getbasetemp() / "nowhere"
     for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, str(nowhere / name))

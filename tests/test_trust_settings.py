@@ -11,7 +11,7 @@ import yaml
 
 from graphpack import trust_settings
 from graphpack.archive.trust import Policy
-from graphpack.config import read_config
+from graphpack.configuration.config import read_config
 from graphpack.errors import GraphpackError, NotFoundError, StorageError, UntrustedError, UsageError
 from graphpack.trust_settings import KEYS_VARIABLE, REQUIRE_VARIABLE, find_policy
 from tests.archive.signed import KEY, OTHER, public

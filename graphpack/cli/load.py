@@ -65,7 +65,7 @@ def load(
     """
     from contextlib import ExitStack
 
-    from graphpack.config import find_config
+    from graphpack.configuration.config import find_config
     from graphpack.results import LoadRequest
 
     settings = find_config(config)

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-import re
+import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from graphpack.words import DEVICE_WORDS, LARGEST_SIZE, NAME_WORDS, is_device, is_entry_name
+from graphpack.words import (
+    CPU_ISAS,
+    DEVICE_WORDS,
+    DTYPE_WORDS,
+    LARGEST_SIZE,
+    NAME_WORDS,
+    is_device,
+    is_entry_name,
+    sizes_of_text,
+)
+
+if TYPE_CHECKING:
+    from graphpack.configuration.config import Config
 
 
 def size_list(value: str) -> tuple[int, ...]:
     """`1,2,4`: whole numbers from 1, sorted, each once."""
-    parts = [part.strip() for part in value.split(",")]
-    if not all(re.fullmatch("[0-9]{1,10}", part) and 1 <= int(part) <= LARGEST_SIZE for part in parts):
+    sizes = sizes_of_text(value)
+    if sizes is None:
         raise click.BadParameter(f"{value!r} is not a list of whole numbers from 1 to {LARGEST_SIZE}, such as 1,2,4")
-    return tuple(sorted({int(part) for part in parts}))
+    return sizes
 
 
 def device(value: str) -> str:
@@ -49,6 +61,69 @@ class NamedPath(click.Path):
 
 
 PATH = NamedPath(path_type=Path)
+NO_ARCHIVE = "ARCHIVE is missing: neither GRAPHPACK_ARCHIVE_DIR nor a configuration file's archive_dir says where it is"
+
+
+def configuration(file: Path | None) -> Config:
+    """What is said outside of the command line, with a warning about variables that look like settings."""
+    from graphpack import logs
+    from graphpack.configuration.config import find_config
+
+    config = find_config(file)
+    for note in config.environment.notes:
+        logs.warning(note)
+    return config
+
+
+def setting_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The options for settings that the environment and the configuration file can say as well. The command gets them
+    as `given`, a `ModelConfig`."""
+
+    @functools.wraps(function)
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        from graphpack.configuration.keys import MODEL_KEYS, ModelConfig
+
+        given = {key.name: kwargs.pop(key.name) for key in MODEL_KEYS if key.name in kwargs}
+        return function(*args, given=ModelConfig(**given), **kwargs)
+
+    for option in reversed(
+        (
+            click.option(
+                "--device", type=device, metavar="DEVICE", help="Where to capture: cpu, cuda or cuda:I. Default: cpu."
+            ),
+            click.option(
+                "--batch-sizes", type=size_list, metavar="LIST", help="Rows of a step, one graph each. Default: 1."
+            ),
+            click.option(
+                "--seq-lens",
+                "seq_len_buckets",
+                type=size_list,
+                metavar="LIST",
+                help="Positions a step can see, one graph each. Default: 256.",
+            ),
+            click.option(
+                "--slots",
+                type=click.IntRange(min=1),
+                metavar="N",
+                help="Rows in progress at once. Default: the largest batch.",
+            ),
+            click.option(
+                "--dtype", type=click.Choice(DTYPE_WORDS), help="What to compute in. Default: auto, as stored."
+            ),
+            click.option(
+                "--cpu-isa",
+                type=click.Choice(CPU_ISAS),
+                help="Compile for this instruction set. Default: this machine's.",
+            ),
+            click.option(
+                "--compile/--no-compile",
+                default=None,
+                help="On cuda, capture the kernels of torch.compile. Default: eager ones.",
+            ),
+        )
+    ):
+        gathered = option(gathered)
+    return gathered
 
 
 def trust_options(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,7 +9,9 @@ import pytest
 
 from graphpack import GraphpackError, UsageError
 from graphpack.archive.record import EntryName
-from graphpack.config import LARGEST_FILE, ModelConfig, find_config, read_config
+from graphpack.configuration.config import find_config, read_config
+from graphpack.configuration.keys import ModelConfig
+from graphpack.configuration.yaml_file import LARGEST_FILE
 from graphpack.dtypes import COMPUTE_DTYPES
 from graphpack.identity.cpu_isa import CPU_ISA
 from graphpack.words import CPU_ISAS, DTYPE_WORDS, is_entry_name
@@ -22,8 +24,11 @@ models:
     device: cuda:1
     dtype: bfloat16
     batch_sizes: [4, 1, 4]
-    seq_lens: [256]
+    seq_len_buckets: [256]
+    slots: 8
     cpu_isa: avx2
+    compile: true
+    mode: full
   plain: {path: /models/plain}
   tiny-llama:
 """
@@ -49,8 +54,11 @@ def test_everything(tmp_path: Path) -> None:
             device="cuda:1",
             dtype="bfloat16",
             batch_sizes=(1, 4),
-            seq_lens=(256,),
+            seq_len_buckets=(256,),
+            slots=8,
             cpu_isa="avx2",
+            compile=True,
+            mode="full",
         ),
         "plain": ModelConfig(path=Path("/models/plain")),
         "tiny-llama": ModelConfig(),
@@ -85,12 +93,12 @@ def test_the_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_all_problems_at_once_with_their_keys(tmp_path: Path) -> None:
-    text = "archive: x\nmodels: {m: {dtype: int8, seq_len: [1], device: no}, -x: {}}\n"
+    text = "archive: x\nmodels: {m: {dtype: int8, seq_lens: [1], device: no}, -x: {}}\n"
     problems = {problem.where: problem.hint for problem in refusal(tmp_path, text).problems}
     assert problems == {
         "archive": "did you mean archive_dir?",
         "models.m.dtype": "must be one of auto, float32, bfloat16, float16",
-        "models.m.seq_len": "did you mean seq_lens?",
+        "models.m.seq_lens": "did you mean seq_len_buckets?",
         "models.m.device": "must be cpu, cuda or cuda:I, such as cuda:0; put text in quotes",
         "models.-x": "a name must be letters, digits, dots, dashes and underscores, not starting with a dot or dash, "
         "at most 128",

@@ -24,6 +24,8 @@ QUICK = (
     ("inspect", "archive", "--graphs", "--kernels", "--format", "json"),
     ("inspect", "nothing"),
     ("completion", "zsh"),
+    ("config",),
+    ("load", "nothing"),
 )
 ROUNDS = 9
 

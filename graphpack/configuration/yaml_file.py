@@ -1,0 +1,88 @@
+"""A YAML file as plain values. What costs much or means two things is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphpack.errors import NotFoundError, Problem, StorageError, UsageError
+from graphpack.schema import shown
+
+if TYPE_CHECKING:
+    import yaml
+
+LARGEST_FILE = 64 * 1024
+DEEPEST = 8
+
+
+def read(file: Path) -> Any:
+    """The plain value of a file. Raises NotFoundError, StorageError and as `parse`."""
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(LARGEST_FILE + 1)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise NotFoundError(f"no such configuration file: {file}") from error
+    except OSError as error:
+        raise StorageError(f"cannot read {file}: {error.strerror}") from error
+    if len(content) > LARGEST_FILE:
+        raise UsageError(f"{file} is larger than {LARGEST_FILE} bytes, the most a configuration file may have")
+    return parse(content, file)
+
+
+def parse(content: bytes, file: Path) -> Any:
+    """The plain value of the content of `file`. Raises UsageError for what is no YAML or not to be used."""
+    import yaml  # takes 10 ms, which a load without a configuration file does not have to spend
+
+    value = None
+    try:
+        text = content.decode()
+        problems = list(_unusable(yaml.parse(text, Loader=yaml.SafeLoader)))
+        if not problems:
+            loader = yaml.SafeLoader(text)
+            node = loader.get_single_node()
+            problems = list(_duplicates(node))
+            value = None if node is None else loader.construct_document(node)
+    except yaml.YAMLError as error:
+        raise UsageError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
+    except ValueError as error:  # text that is not UTF-8, a date or number that does not exist
+        raise UsageError(f"{file} is not YAML: {error}") from error
+    if problems:
+        raise UsageError(f"{file} cannot be used", problems)
+    return value
+
+
+def _unusable(events: Iterator[yaml.Event]) -> Iterator[Problem]:
+    """What makes a small file cost much: deep nesting, and aliases that stand for documents of any size."""
+    import yaml
+
+    depth = 0
+    for event in events:
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            yield Problem(_position(event.start_mark), here="nested too deeply")
+            return
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
+            advice = "write the value out; quote text that begins with & or *"
+            yield Problem(_position(event.start_mark), here="an anchor or alias", hint=advice)
+
+
+def _duplicates(node: yaml.Node | None) -> Iterator[Problem]:
+    """Keys given twice, of which YAML would silently keep the last."""
+    import yaml
+
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _duplicates(item)
+    if isinstance(node, yaml.MappingNode):
+        seen: set[Hashable] = set()
+        for key, value in node.value:
+            if isinstance(key.value, str) and key.value in seen:
+                yield Problem(_position(key.start_mark), here=f"{shown(key.value)} is given twice")
+            elif isinstance(key.value, str):
+                seen.add(key.value)
+            yield from _duplicates(value)
+
+
+def _position(mark: Any) -> str:
+    return f"line {mark.line + 1}, column {mark.column + 1}"
