@@ -85,6 +85,7 @@ def save(
     device: str = "cpu",
     batch_sizes: Collection[int] = (1,),
     seq_lens: Collection[int] = (256,),
+    slots: int | None = None,
     dtype: str = "auto",
     replace: bool = False,
     cpu_isa: str | None = None,
@@ -93,7 +94,8 @@ def save(
     """Capture `model` for every batch size and sequence length into `archive`, under `name` or the model's own name.
 
     `model` is what the command line takes: a built-in name, a checkpoint directory or `package.module:factory`.
-    Saving what the archive already holds does nothing; another entry of that name needs `replace=True`.
+    Saving what the archive already holds does nothing; another entry of that name needs `replace=True`. `slots` is how
+    many rows can be in progress at once, in as many steps as that takes; by default as many as the largest batch.
     """
     from pathlib import Path
 
@@ -107,6 +109,7 @@ def save(
         device=device,
         batch_sizes=tuple(sorted(set(batch_sizes))),
         seq_lens=tuple(sorted(set(seq_lens))),
+        slots=slots,
         dtype=dtype,
         replace=replace,
         cpu_isa=cpu_isa,

@@ -1,48 +1,81 @@
-"""A restored model: pick the bucket, check and fill its inputs, run, read the outputs; verify against goldens."""
+"""A restored model: check the inputs, run the graph that fits them, read the outputs; verify against goldens."""
 
 from __future__ import annotations
 
+import logging
 import statistics
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from graphpack.archive.record import Graph, Record
 from graphpack.backends import Executable, Memory
+from graphpack.dispatch import FALLBACKS, POLICIES, check_choice, choose, padded
 from graphpack.dtypes import DTYPES
-from graphpack.errors import ClosedError, InputError, OutputsDifferError, Problem
+from graphpack.errors import ClosedError, EnvironmentMismatchError, InputError, OutputsDifferError, Problem
 from graphpack.golden import Comparison, Golden, is_decode
-from graphpack.graph import Bucket, TensorSpec
-from graphpack.results import BenchRow, LoadedEntry, VerifiedBucket
-from graphpack.tensor import Tensor, carrier_of
+from graphpack.graph import Bucket
+from graphpack.inputs import arrays_of, check_inputs, length_of, row_count, with_rows
+from graphpack.models.locate import Located
+from graphpack.results import BenchRow, LoadedEntry, Stats, VerifiedBucket
+from graphpack.slots import Slots
+from graphpack.tensor import Tensor
 
-WRONG_INPUTS = "the step was called with inputs it was not captured for"
+if TYPE_CHECKING:
+    from graphpack.eager import Eager
+
+LOGGER = logging.getLogger("graphpack")
 
 
 class RestoredModel:
     """Graphs of one entry, ready to replay. A context manager; one call at a time, others wait.
 
-    `result` says what was restored, and what was and was not proven about it.
+    `result` says what was restored, and what was and was not proven about it; `checkpoint` is the directory the weights
+    are in, None if they are in none.
     """
 
     def __init__(
-        self, record: Record, graphs: Mapping[Bucket, tuple[Graph, Executable]], memory: Memory, result: LoadedEntry
+        self,
+        record: Record,
+        graphs: Mapping[Bucket, tuple[Graph, Executable]],
+        memory: Memory,
+        located: Located,
+        result: LoadedEntry,
     ) -> None:
         self.record = record
         self.result = result
+        self.checkpoint = located.directory
+        self.buckets: tuple[Bucket, ...] = tuple(sorted(graphs))
+        """The captured (batch size, sequence length) pairs, smallest first."""
         self._graphs = dict(graphs)
         self._memory = memory
+        self._located = located
+        self._slots = Slots(record.settings.slots - 1)
+        self._eager: Eager | None = None
+        self._replays: Counter[Bucket] = Counter()
+        self._padded_rows = self._fallbacks = 0
         self._lock = threading.Lock()
         self._closed = False
 
     @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """The captured (batch size, sequence length) pairs, smallest first."""
-        return tuple(sorted(self._graphs))
+    def slots(self) -> int:
+        """How many rows the state of a decode entry holds, which is how many can be in progress at once."""
+        return self._slots.count
+
+    @property
+    def stats(self) -> Stats:
+        """What was run so far, as it is now: `verify` and `bench` do not count."""
+        with self._lock:
+            return Stats(
+                replays=MappingProxyType(dict(sorted(self._replays.items()))),
+                padded_rows=self._padded_rows,
+                fallbacks=self._fallbacks,
+            )
 
     def step(
         self,
@@ -51,6 +84,7 @@ class RestoredModel:
         slots: Any = None,
         *,
         policy: str = "pad",
+        fallback: str = "error",
         copy: bool = True,
     ) -> Tensor:
         """Decode one token a row and return the logits, `[rows, vocab]`.
@@ -58,25 +92,75 @@ class RestoredModel:
         Each argument is int64 `[rows]`, dense: a list, a numpy array, or anything with `__dlpack__` on a CPU.
         Row i reads and writes the KV state of `slots[i]` (by default slot i) and puts its token at
         `positions[i]`. `policy` is `pad`, the smallest bucket that holds the rows, the rest being padding in the
-        scratch slot; or `exact`, only a bucket of just this many rows. `copy=False` returns the graph's own memory,
-        which a later step may overwrite.
+        scratch slot; or `exact`, only a bucket of just this many rows; of several the one with the shortest sequence
+        that fits. Where there is none, `fallback` is `error`; or `eager`, the model itself run by torch over the same
+        state, for as many rows and positions as that holds. `copy=False` returns the graph's own memory, which a later
+        step may overwrite.
 
         Raises InputError, before anything runs, for any other shape, dtype, stride, device or value, and for more
-        rows or a later position than any bucket holds; ClosedError after `close`.
+        rows or a later position than any bucket holds; ClosedError after `close`; and where the model cannot run
+        eagerly here, the errors of `graphpack.eager.Eager`.
         """
-        if policy not in ("pad", "exact"):
-            raise InputError(f"no such policy: {policy!r}", [Problem("policy", "pad, exact", repr(policy))])
-        given = _arrays({"token_ids": token_ids, "positions": positions})
-        rows = _row_count(given)
-        given |= {"slots": np.arange(rows, dtype=np.int64)} if slots is None else _arrays({"slots": slots})
+        check_choice("policy", policy, POLICIES)
+        check_choice("fallback", fallback, FALLBACKS)
+        given = arrays_of({"token_ids": token_ids, "positions": positions})
+        rows = row_count(given)
+        given |= {"slots": np.arange(rows, dtype=np.int64)} if slots is None else arrays_of({"slots": slots})
         with self._lock:
-            graph, executable = self._choose(given["positions"], rows, policy)
-            specs = tuple(_with_rows(spec, rows) for spec in graph.inputs)
-            _check_inputs(specs, given, scratch_allowed=False)
-            padded = {spec.name: _padded(given[spec.name], spec, graph.bucket.batch_size) for spec in graph.inputs}
+            self._require_decode()
+            length = length_of(given["positions"])
+            bucket = choose(self.buckets, rows, length, policy)
+            if bucket is None and fallback == "eager" and rows:
+                return self._step_eagerly(given, rows, length, policy)
+            if bucket is None:
+                raise InputError(
+                    f"no captured bucket fits {rows} rows up to position {length - 1} (policy {policy})",
+                    [self._buckets_problem(f"{rows}x{length}")],
+                )
+            graph, executable = self._graphs[bucket]
+            check_inputs([with_rows(spec, rows) for spec in graph.inputs], given, scratch_allowed=False)
+            filled = {spec.name: padded(given[spec.name], spec, bucket.batch_size) for spec in graph.inputs}
             logits = graph.outputs[0]
-            values = executable.run(padded)[logits.name][:rows]
+            values = executable.run(filled)[logits.name][:rows]
+            self._count(bucket, bucket.batch_size - rows)
             return Tensor(values.copy() if copy else values, logits.dtype)
+
+    def _step_eagerly(self, given: Mapping[str, np.ndarray], rows: int, length: int, policy: str) -> Tensor:
+        graph, _ = self._graphs[max(self.buckets, key=lambda bucket: bucket.seq_len)]
+        seq_len = min((b.seq_len for b in self.buckets if b.seq_len >= length), default=None)
+        if seq_len is None or rows > self.slots:
+            here, last = f"{rows} rows up to position {length - 1}", graph.bucket.seq_len - 1
+            hint = "save with larger --seq-lens or more --slots"
+            problem = Problem("state", f"{self.slots} rows up to position {last}", here, hint)
+            raise InputError("the step needs more state than the entry has, with or without a graph", [problem])
+        check_inputs([with_rows(spec, rows) for spec in graph.inputs], given, scratch_allowed=False)
+        if self._eager is None:
+            self._eager = self._make_eager()
+            captured = ", ".join(str(bucket) for bucket in self.buckets)
+            LOGGER.warning(
+                "no captured bucket fits %d rows up to position %d (policy %s), so they run eagerly, as will others;"
+                " captured: %s",
+                *(rows, length - 1, policy, captured),
+                extra={"entry": self.record.entry.name, "bucket": f"{rows}x{length}"},
+            )
+        values = self._eager.run(given, seq_len)
+        self._fallbacks += 1
+        return Tensor(values, graph.outputs[0].dtype)
+
+    def _make_eager(self) -> Eager:
+        try:
+            from graphpack.eager import Eager
+        except ImportError as error:
+            hint = "pip install the torch build that the entry names"
+            problem = Problem("torch", self.record.environment.torch.version, str(error), hint)
+            raise EnvironmentMismatchError("running the model eagerly needs torch", [problem]) from error
+        return Eager(self.record, self._located, self._memory)
+
+    def _count(self, bucket: Bucket, padding: int) -> None:
+        if not self._replays:
+            LOGGER.info("replay active", extra={"entry": self.record.entry.name, "bucket": str(bucket)})
+        self._replays[bucket] += 1
+        self._padded_rows += padding
 
     def replay(self, bucket: Bucket, inputs: Mapping[str, Any], *, copy: bool = True) -> dict[str, Tensor]:
         """Run the graph of one bucket on exactly its own inputs, by name, and return its outputs by name.
@@ -88,9 +172,10 @@ class RestoredModel:
             if bucket not in self._graphs:
                 raise InputError(f"no graph was captured for bucket {bucket}", [self._buckets_problem(str(bucket))])
             graph, executable = self._graphs[bucket]
-            given = _arrays(inputs)
-            _check_inputs(graph.inputs, given, scratch_allowed=True)
+            given = arrays_of(inputs)
+            check_inputs(graph.inputs, given, scratch_allowed=True)
             outputs = executable.run(given)
+            self._count(bucket, 0)
             return {
                 spec.name: Tensor(outputs[spec.name].copy() if copy else outputs[spec.name], spec.dtype)
                 for spec in graph.outputs
@@ -104,11 +189,41 @@ class RestoredModel:
             raise InputError(f"no state is called {name!r}", [Problem(name, ", ".join(specs))])
         return Tensor(self._memory.array(name), specs[name].dtype)
 
-    def reset(self) -> None:
-        """Set all state to zero, as it was when the model was restored."""
+    def reset(self, slot: int | None = None) -> None:
+        """Set one slot of the state to zero; without `slot` all state, of which nothing is assigned then, as it was
+        when the model was restored.
+
+        Raises InputError for a slot there is not, or state that is not made of slots.
+        """
         with self._lock:
             self._require_open()
-            self._memory.reset_state()
+            if slot is None:
+                self._memory.reset_state()
+                self._slots.clear()
+            else:
+                self._check_slots()
+                if not 0 <= slot < self.slots:
+                    raise InputError(f"no such slot: {slot}", [Problem("slot", f"0 to {self.slots - 1}", str(slot))])
+                self._memory.reset_slot(slot)
+
+    def assign(self) -> int:
+        """A free slot for a row that joins, its state zero; it is taken until `release` or `reset`.
+
+        Raises InputError if none is free, or if the state is not made of slots. Who keeps count of slots without this
+        may.
+        """
+        with self._lock:
+            self._require_open()
+            self._check_slots()
+            slot = self._slots.assign()
+            self._memory.reset_slot(slot)
+            return slot
+
+    def release(self, slot: int) -> None:
+        """Free the slot of a row that leaves. InputError for one that is not assigned."""
+        with self._lock:
+            self._require_open()
+            self._slots.release(slot)
 
     def verify(self, goldens: Mapping[Bucket, Golden]) -> tuple[VerifiedBucket, ...]:
         """Replay every golden from zeroed state and compare, leaving the state zeroed.
@@ -154,6 +269,7 @@ class RestoredModel:
             if self._closed:
                 return
             self._closed = True
+            self._eager = None
             for _, executable in self._graphs.values():
                 executable.close()
             self._memory.close()
@@ -166,24 +282,22 @@ class RestoredModel:
     ) -> None:
         self.close()
 
-    def _choose(self, positions: np.ndarray, rows: int, policy: str) -> tuple[Graph, Executable]:
+    def _require_decode(self) -> None:
         self._require_open()
         if not all(is_decode(graph.inputs) for graph, _ in self._graphs.values()):
             names = ", ".join(spec.name for spec in next(iter(self._graphs.values()))[0].inputs)
             raise InputError("this entry is not a decode step; call replay", [Problem("inputs", names)])
-        length = int(positions.max(initial=0)) + 1 if positions.dtype.kind in "iu" else 1
-        fitting = [
-            bucket
-            for bucket in self.buckets
-            if (bucket.batch_size == rows or (policy == "pad" and bucket.batch_size >= rows))
-            and bucket.seq_len >= length
+
+    def _check_slots(self) -> None:
+        self._require_decode()
+        slots = self.record.settings.slots
+        problems = [
+            Problem(spec.name, f"shape {list(spec.shape)}", f"{slots} slots, the scratch slot among them")
+            for spec in next(iter(self._graphs.values()))[0].state
+            if spec.shape[:1] != (slots,)
         ]
-        if not fitting or rows == 0:
-            raise InputError(
-                f"no captured bucket fits {rows} rows up to position {length - 1} (policy {policy})",
-                [self._buckets_problem(f"{rows}x{length}")],
-            )
-        return self._graphs[min(fitting)]
+        if problems:
+            raise InputError("the state of this entry is not made of slots; call reset for all of it", problems)
 
     def _buckets_problem(self, here: str) -> Problem:
         captured = ", ".join(str(bucket) for bucket in self.buckets)
@@ -212,7 +326,7 @@ def verify_graphs(
         memory.poison()
         for step in range(golden.steps):
             given = {input_name: values[step] for input_name, values in golden.inputs.items()}
-            _check_inputs(graph.inputs, given, scratch_allowed=True)
+            check_inputs(graph.inputs, given, scratch_allowed=True)
             comparison.add(executable.run(given)[output.name], output.dtype)
         problems += [
             Problem(f"bucket {bucket}, {problem.where}", problem.archived, problem.here)
@@ -233,83 +347,3 @@ def verify_graphs(
     if problems:
         raise OutputsDifferError(f"entry '{name}' was restored but its outputs are wrong here", problems)
     return tuple(verified)
-
-
-def _arrays(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Each value as numpy sees it, without converting dtype or strides. InputError for what is no array on a CPU."""
-    arrays: dict[str, np.ndarray] = {}
-    problems = []
-    for name, value in values.items():
-        shared = not isinstance(value, np.ndarray) and hasattr(value, "__dlpack_device__")
-        try:
-            arrays[name] = carrier_of(value) if shared else np.asarray(value)
-        except (TypeError, ValueError) as error:
-            problems.append(Problem(name, "a dense array on the CPU", str(error)))
-    if problems:
-        raise InputError("the step was called with something else than arrays on the CPU", problems)
-    return arrays
-
-
-def _row_count(given: Mapping[str, np.ndarray]) -> int:
-    """The length of the arrays of a decode step. InputError for arrays that are not a row of values."""
-    problems = [
-        Problem(name, "one integer a row", f"{value.dtype} of shape {list(value.shape)}")
-        for name, value in given.items()
-        if value.ndim != 1
-    ]
-    if problems:
-        raise InputError(WRONG_INPUTS, problems)
-    return len(given["token_ids"])
-
-
-def _with_rows(spec: TensorSpec, rows: int) -> TensorSpec:
-    return TensorSpec(
-        name=spec.name, dtype=spec.dtype, shape=(rows, *spec.shape[1:]), minimum=spec.minimum, maximum=spec.maximum
-    )
-
-
-def _padded(values: np.ndarray, spec: TensorSpec, batch: int) -> np.ndarray:
-    """`values` followed by padding rows: token 0 at position 0 of the scratch slot."""
-    filler = (spec.maximum if spec.name == "slots" else spec.minimum) or 0
-    return np.concatenate([values, np.full(batch - len(values), filler, values.dtype)])
-
-
-def _check_inputs(specs: Sequence[TensorSpec], given: Mapping[str, np.ndarray], *, scratch_allowed: bool) -> None:
-    """Everything the compiled graph would not check and would answer with wrong numbers or an abort."""
-    names = [spec.name for spec in specs]
-    problems = [Problem(name, "required", "missing") for name in names if name not in given]
-    problems += [
-        Problem(name, "no such input", "given", f"the inputs are {', '.join(names)}")
-        for name in given
-        if name not in names
-    ]
-    for spec in specs:
-        if spec.name in given:
-            problems += _check_input(spec, given[spec.name])
-    if not problems and is_decode(tuple(specs)):
-        problems += _check_slots(specs[2], given["slots"], scratch_allowed)
-    if problems:
-        raise InputError(WRONG_INPUTS, problems)
-
-
-def _check_input(spec: TensorSpec, value: np.ndarray) -> list[Problem]:
-    if value.shape != spec.shape:
-        return [Problem(spec.name, f"shape {list(spec.shape)}", f"shape {list(value.shape)}")]
-    if value.dtype != np.dtype(DTYPES[spec.dtype].numpy):
-        return [Problem(spec.name, spec.dtype, str(value.dtype))]
-    if not value.flags.c_contiguous:
-        return [Problem(spec.name, "dense rows", f"strides {[stride // value.itemsize for stride in value.strides]}")]
-    if value.size and spec.minimum is not None and value.min() < spec.minimum:
-        return [Problem(spec.name, f"{spec.minimum} to {spec.maximum}", str(value.min()))]
-    if value.size and spec.maximum is not None and value.max() > spec.maximum:
-        return [Problem(spec.name, f"{spec.minimum} to {spec.maximum}", str(value.max()))]
-    return []
-
-
-def _check_slots(spec: TensorSpec, slots: np.ndarray, scratch_allowed: bool) -> list[Problem]:
-    real = slots[slots != spec.maximum] if scratch_allowed else slots
-    if not scratch_allowed and (slots == spec.maximum).any():
-        return [Problem(spec.name, f"{spec.minimum} to {(spec.maximum or 0) - 1}", f"{spec.maximum}, the scratch slot")]
-    if len(np.unique(real)) != len(real):
-        return [Problem(spec.name, "one row a slot", "two rows share a slot")]
-    return []

@@ -13,7 +13,7 @@ from graphpack.archive.store import Archive, Entry
 from graphpack.archive.trust import Policy, Trusted, trust_entry
 from graphpack.archive.validate import Ladder
 from graphpack.backends import Executable, Memory, Session, backend
-from graphpack.configuration.config import Config
+from graphpack.config import Config
 from graphpack.errors import (
     CorruptArchiveError,
     EnvironmentMismatchError,
@@ -115,7 +115,7 @@ class _Restore:
                 self._check_unchanged(source)
             verified = self._verify(graphs, memory, goldens)
             undo.pop_all()
-        return RestoredModel(self._record, graphs, memory, self._result(memory, verified))
+        return RestoredModel(self._record, graphs, memory, located, self._result(memory, verified))
 
     def _check_format(self) -> None:
         record = self._record

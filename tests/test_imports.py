@@ -20,9 +20,7 @@ LONGEST_MODULE = 400
 # A module imports only what stands before it.
 ORDER = """
     errors elf words process logs
-    schema dtypes graph results stages convert home
-    configuration configuration.yaml_file configuration.keys configuration.reader configuration.environment
-    configuration.config
+    schema dtypes graph results stages config convert home
     archive archive.record archive.codec archive.oci archive.owner archive.files archive.lock archive.looks archive.glance
     archive.finding archive.check archive.permissions archive.keys archive.signature archive.reading archive.store
     archive.collect archive.trust archive.remembered archive.validate
@@ -44,15 +42,16 @@ ORDER = """
     backends.cuda.listener backends.cuda.walk backends.cuda.audit backends.cuda.encode
     backends.cuda.space backends.cuda.memory backends.cuda.recorder
     backends.cuda.watch backends.cuda.capture backends.cuda.agree backends.cuda.capturing
-    trust_settings replay restore opening
+    trust_settings inputs dispatch slots eager replay restore opening
     signing contents verify
     freshness entry proof capture recorder
     documents report
-    cli.logs cli.answer cli.options cli.save cli.load cli.inspect cli.verify cli.sign cli.maintain cli.models cli.config cli.completion cli
+    cli.logs cli.answer cli.options cli.save cli.load cli.inspect cli.verify cli.sign cli.maintain cli.models cli.completion cli
     __main__
 """.split()  # noqa: SIM905 - rows are read more easily than seventy lines
 
-# The way of `save`. All other modules know torch neither at their top nor in their functions.
+# The way of `save`, and of steps that no graph was captured for. All other modules know torch neither at their top nor
+# in their functions.
 MAY_USE_TORCH = {
     "models.decoder",
     "models.factory",
@@ -69,11 +68,17 @@ MAY_USE_TORCH = {
     "backends.cuda.capture",
     "backends.cuda.agree",
     "backends.cuda.capturing",
+    "eager",
     "capture",
     "recorder",
 }
 # The doors to that way: functions that import it when they are called.
-DOORS = {("models.registry", "models.decoder"), ("models.registry", "models.factory"), ("cli.save", "capture")}
+DOORS = {
+    ("models.registry", "models.decoder"),
+    ("models.registry", "models.factory"),
+    ("cli.save", "capture"),
+    ("replay", "eager"),
+}
 
 MAY_START_PROCESSES = {"backends.cpu.compile", "proof"}
 NEVER_IMPORTED = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "zipfile", "tarfile"}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from graphpack.archive.oci import CUDA_GRAPH_TYPE
 from graphpack.errors import EnvironmentMismatchError, Problem
@@ -38,6 +38,8 @@ class Memory(Protocol):
 
     exact: bool
     """Whether a replay must give the very bits that were recorded."""
+    device: str
+    """What torch calls the device that the memory is on: `cpu`, `cuda:0`."""
 
     @property
     def weights_mode(self) -> str: ...
@@ -52,11 +54,17 @@ class Memory(Protocol):
     def reset_state(self) -> None:
         """Set every state region to zero, its recorded initial value."""
 
+    def reset_slot(self, slot: int) -> None:
+        """Set one slot of every state region, each `[slots, ...]`, to zero."""
+
     def poison(self) -> None:
         """Where this memory has scratch and outputs of its own, fill them with 0xFF."""
 
     def array(self, region: str) -> np.ndarray:
         """The region's elements, bfloat16 as uint16; sharing its memory if that is the host's."""
+
+    def shared(self, region: str) -> Any:
+        """The region's own memory as numpy's or CUDA's array interface describes it, bfloat16 as uint16."""
 
     def close(self) -> None: ...
 

@@ -25,10 +25,12 @@ SOURCE_PATH = "source_path"
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """`config` is None for a factory's model, of which nothing but its tensors is known without its code."""
+    """`config` is None for a factory's model, of which nothing but its tensors is known without its code; `directory`
+    is None for weights that are in none."""
 
     source: WeightSource
     config: DecoderConfig | None
+    directory: Path | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -42,14 +44,14 @@ def locate_weights(record: Record, given: Path | None, configured: Path | None) 
         return Located(WeightSource.from_arrays({}, {}), None)
     directory = given or configured
     if directory is not None:
-        return Located(*_open(record, directory))
+        return Located(*_open(record, directory), directory)
     if record.model.source == "builtin":
         return Located(*_builtin(record.model))
     hint = record.informational.get(SOURCE_PATH)
     # Empty for weights that were made in memory; as a path that would be the current directory.
     if hint and type(hint) is str and _is_directory(hint):
         note = f"weights taken from where they were saved from: {shown(hint, 400)}"
-        return Located(*_open(record, Path(hint)), (note,))
+        return Located(*_open(record, Path(hint)), Path(hint), (note,))
     name = record.entry.name
     problem = Problem("weights", shown(hint) if hint else "", "not found", f"pass --weights {name}=DIR")
     raise WeightsMismatchError(f"the weights of entry '{name}' are nowhere to be found", [problem])

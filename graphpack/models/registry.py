@@ -179,6 +179,11 @@ def _factory(reference: str) -> ResolvedModel:
     )
 
 
+def decoder_code() -> str:
+    """The code digest of every model that graphpack's own decoder runs."""
+    return code_digest(_decoder_sources())
+
+
 def _decoder_sources() -> dict[str, Path]:
     directory = Path(__file__).parent
     return {name: directory / f"{name.rpartition('.')[2]}.py" for name in _DECODER_SOURCES}

@@ -82,6 +82,16 @@ def decoder_archive(factory: pytest.TempPathFactory) -> Path:
     return shared(factory, "decoder", make) / "archive"
 
 
+def served_archive(factory: pytest.TempPathFactory) -> Path:
+    """tiny-llama for batch sizes 1, 2, 4 and 8, 32 and 64 positions, and 12 rows in progress."""
+
+    def make(folder: Path) -> None:
+        settings = ("--batch-sizes", "1,2,4,8", "--seq-lens", "32,64", "--slots", "12")
+        save("tiny-llama", folder / "archive", *settings, cwd=folder)
+
+    return shared(factory, "served", make) / "archive"
+
+
 def normed_archive(factory: pytest.TempPathFactory) -> Path:
     """The `normed` model for batch size 2, saved by a builder with one thread and folders of its own.
 

@@ -24,6 +24,7 @@ class CpuMemory:
     """Arrays by region name. Weight and constant arrays are never written by a graph; state is."""
 
     exact = False
+    device = "cpu"
     carriers = None
 
     def __init__(
@@ -34,6 +35,7 @@ class CpuMemory:
         self._weights = weights
         self.weights_mode = "copied" if copy_weights else "mapped in place"
         states = [region for region in regions if region.kind == "state"]
+        self._states = tuple(region.name for region in states)
         size = max(sum(_aligned(region.bytes) for region in states), mmap.PAGESIZE)
         self._state = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         offset = 0
@@ -68,7 +70,14 @@ class CpuMemory:
         # Private anonymous pages, unlike shared ones, read as zero again after this; large states need not be written.
         self._state.madvise(_MADV_DONTNEED)
 
+    def reset_slot(self, slot: int) -> None:
+        for name in self._states:
+            self._arrays[name][slot] = 0
+
     def array(self, region: str) -> np.ndarray:
+        return self._arrays[region]
+
+    def shared(self, region: str) -> np.ndarray:
         return self._arrays[region]
 
     def close(self) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from graphpack.models.weights import WeightSource
 
 POISON = 0xFF
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceArray:
+    """Dense elements on a device, as the CUDA array interface describes them to whoever computes there."""
+
+    __cuda_array_interface__: Mapping[str, Any]
 
 
 class CudaMemory:
@@ -49,6 +56,7 @@ class CudaMemory:
         hashed: bool,
     ) -> None:
         self.exact = True
+        self.device = f"cuda:{device}"
         self._driver, self._context = driver, context
         self._own = {region.name: region for region in layout.regions if region.name not in placement.bound}
         self._regions = {region.name: region for region in layout.regions}
@@ -99,6 +107,15 @@ class CudaMemory:
         self._fill("state", 0)
         self._driver.synchronize_stream(self.stream)
 
+    def reset_slot(self, slot: int) -> None:
+        """In memory that the caller holds as well: this slot is one the caller asked for."""
+        self._driver.set_context(self._context)
+        for region in self._regions.values():
+            if region.kind == "state" and region.bytes:
+                size = region.bytes // region.shape[0]
+                self._driver.fill_async(self.addresses[region.name] + slot * size, 0, size, self.stream)
+        self._driver.synchronize_stream(self.stream)
+
     def poison(self) -> None:
         """Fill with 0xFF, a NaN in every floating type, what holds nothing from one step to the next."""
         self._fill("scratch", POISON)
@@ -121,6 +138,12 @@ class CudaMemory:
         if values.nbytes:
             self._driver.copy_to_host(int(values.ctypes.data), self.addresses[region], values.nbytes)
         return values
+
+    def shared(self, region: str) -> DeviceArray:
+        found = self._regions[region]
+        typestr = np.dtype(DTYPES[found.dtype].numpy).str
+        data = (self.addresses[region], False)
+        return DeviceArray({"shape": found.shape, "typestr": typestr, "data": data, "strides": None, "version": 3})
 
     def staging(self, size: int) -> HostBuffer:
         """One buffer for the inputs and outputs of all graphs, of which one runs at a time."""
