@@ -16,7 +16,7 @@ from graphpack.archive.record import (
 )
 from graphpack.archive.store import Archive, Entry
 from graphpack.backends import Captured, CapturedEntry, capturing
-from graphpack.config import find_config
+from graphpack.configuration.config import find_config
 from graphpack.entry import WrittenEntry, write_entry
 from graphpack.errors import (
     CaptureRefusedError,
@@ -140,7 +140,7 @@ class _Save:
         effective = model.stored_dtype if request.dtype == "auto" else request.dtype
         return Wanted(
             backend=request.device.partition(":")[0],
-            mode="full",
+            mode=request.mode,
             model=Model(
                 source=model.source,
                 reference=model.reference,

@@ -13,7 +13,7 @@ from graphpack.archive.store import Archive, Entry
 from graphpack.archive.trust import Policy, Trusted, trust_entry
 from graphpack.archive.validate import Ladder
 from graphpack.backends import Executable, Memory, Session, backend
-from graphpack.config import Config
+from graphpack.configuration.config import Config
 from graphpack.errors import (
     CorruptArchiveError,
     EnvironmentMismatchError,

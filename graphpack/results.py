@@ -13,7 +13,16 @@ from typing import Literal, Protocol
 from graphpack.errors import Problem, UsageError
 from graphpack.graph import Bucket
 from graphpack.schema import shown
-from graphpack.words import CPU_ISAS, DEVICE_WORDS, DTYPE_WORDS, LARGEST_SIZE, NAME_WORDS, is_device, is_entry_name
+from graphpack.words import (
+    CPU_ISAS,
+    DEVICE_WORDS,
+    DTYPE_WORDS,
+    LARGEST_SIZE,
+    MODES,
+    NAME_WORDS,
+    is_device,
+    is_entry_name,
+)
 
 
 def _sizes_problems(where: str, sizes: tuple[int, ...]) -> list[Problem]:
@@ -44,6 +53,7 @@ class SaveRequest:
     config: Path | None = None
     cpu_isa: str | None = None
     compile: bool = False
+    mode: str = "full"
 
     def __post_init__(self) -> None:
         problems = [
@@ -61,6 +71,8 @@ class SaveRequest:
             problems.append(Problem("dtype", here=shown(self.dtype), hint=f"one of {', '.join(DTYPE_WORDS)}"))
         if self.cpu_isa is not None and self.cpu_isa not in CPU_ISAS:
             problems.append(Problem("cpu-isa", here=shown(self.cpu_isa), hint=f"one of {', '.join(CPU_ISAS)}"))
+        if self.mode not in MODES:
+            problems.append(Problem("mode", here=shown(self.mode), hint=f"one of {', '.join(MODES)}"))
         if problems:
             raise UsageError("nothing can be saved with these settings", problems)
 

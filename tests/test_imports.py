@@ -20,7 +20,9 @@ LONGEST_MODULE = 400
 # A module imports only what stands before it.
 ORDER = """
     errors elf words process logs
-    schema dtypes graph results stages config convert home
+    schema dtypes graph results stages convert home
+    configuration configuration.yaml_file configuration.keys configuration.reader configuration.environment
+    configuration.config
     archive archive.record archive.codec archive.oci archive.owner archive.files archive.lock archive.looks archive.glance
     archive.finding archive.check archive.permissions archive.keys archive.signature archive.reading archive.store
     archive.collect archive.trust archive.remembered archive.validate
@@ -46,7 +48,8 @@ ORDER = """
     signing contents verify
     freshness entry proof capture recorder
     documents report
-    cli.logs cli.answer cli.options cli.save cli.load cli.inspect cli.verify cli.sign cli.maintain cli.models cli.completion cli
+    cli.logs cli.answer cli.options cli.save cli.load cli.inspect cli.verify cli.sign cli.maintain cli.models cli.config
+    cli.completion cli
     __main__
 """.split()  # noqa: SIM905 - rows are read more easily than seventy lines
 
