@@ -15,6 +15,7 @@ from graphpack.archive.codec import corrupt
 from graphpack.archive.owner import has_ended, made_here, owned_name
 from graphpack.errors import Problem, StorageError
 
+LOCK_FILE = ".lock"
 TEMPORARY = ".tmp-"
 
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import stat
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from datetime import UTC, datetime
 from pathlib import Path
 
 from graphpack.archive import files
@@ -23,7 +21,6 @@ from graphpack.archive.owner import made_here, owner_pid
 from graphpack.errors import GraphpackError, Problem, StorageError
 from graphpack.schema import shown
 
-LOCK_FILE = ".lock"
 CLAIM = f"{files.TEMPORARY}lock-"
 LOCK_TIMEOUT = 30.0
 FIRST_POLL, LOCK_POLL = 0.001, 0.05
@@ -39,7 +36,7 @@ def locked(folder: Path) -> Iterator[int]:
     """
     deadline = time.monotonic() + LOCK_TIMEOUT
     with ExitStack() as held:
-        with files.storage_errors("lock", folder / LOCK_FILE):
+        with files.storage_errors("lock", folder / files.LOCK_FILE):
             held.enter_context(_flock(folder, deadline))
             since = held.enter_context(_claim(folder, deadline))
         yield since
@@ -47,7 +44,7 @@ def locked(folder: Path) -> Iterator[int]:
 
 @contextmanager
 def _flock(folder: Path, deadline: float) -> Iterator[None]:
-    path = folder / LOCK_FILE
+    path = folder / files.LOCK_FILE
     pauses = _pauses(folder, deadline)
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
@@ -101,7 +98,7 @@ def _living_claims(folder: Path) -> list[files.Temporary]:
 def _pauses(folder: Path, deadline: float) -> Iterator[None]:
     delay = FIRST_POLL
     while time.monotonic() < deadline:
-        time.sleep(random.uniform(0.5, 1.5) * delay)  # noqa: S311 - to meet others less often, not to hide
+        time.sleep(delay * (128 + os.urandom(1)[0]) / 256)  # of uneven length, so that two meet less often
         delay = min(2 * delay, LOCK_POLL)
         yield
     raise _refusal(folder)
@@ -115,7 +112,7 @@ def _refusal(folder: Path) -> StorageError:
         hint += f"; if that machine is gone, remove {claims[0].path}"
     return StorageError(
         f"{folder} is being written by {who}",
-        [Problem(str(folder / LOCK_FILE), f"held by {who}", f"waited {LOCK_TIMEOUT:g} s", hint)],
+        [Problem(str(folder / files.LOCK_FILE), f"held by {who}", f"waited {LOCK_TIMEOUT:g} s", hint)],
     )
 
 
@@ -125,6 +122,6 @@ def _owner(claim: files.Temporary) -> str:
     host = ""
     with suppress(GraphpackError):  # released meanwhile
         host = files.read_file(claim.path.parent, claim.path.name, limit=_HOST_LIMIT).decode("utf-8", "replace")
-    since = datetime.fromtimestamp(claim.modified / 1e9, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(claim.modified / 1e9))
     process = "another process" if pid is None else f"process {pid}"
     return f"{process}{f' on {shown(host)}' if host else ''} since {since}"

@@ -8,8 +8,7 @@ import stat
 from pathlib import Path
 
 from graphpack.archive.codec import MAGIC
-from graphpack.archive.files import TEMPORARY, storage_errors
-from graphpack.archive.lock import LOCK_FILE
+from graphpack.archive.files import LOCK_FILE, TEMPORARY, storage_errors
 from graphpack.archive.oci import INDEX_FILE, LAYOUT_FILE
 
 _SNIFFED = 512

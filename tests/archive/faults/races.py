@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from graphpack.archive import lock
+from graphpack.archive import files, lock
 from graphpack.archive.collect import collect
 from graphpack.errors import StorageError
 from tests.archive.faults import calls, scenarios
@@ -88,7 +88,7 @@ def save_during_collection(disturbed: Disturbed) -> Report:
 def waits(saving: Tracee, disturbed: Disturbed) -> bool:
     """Whether the save is about to ask for the lock of the archive."""
     descriptor = saving.call().arguments[0]
-    return os.readlink(f"/proc/{saving.pid}/fd/{descriptor}") == str(disturbed.path / lock.LOCK_FILE)
+    return os.readlink(f"/proc/{saving.pid}/fd/{descriptor}") == str(disturbed.path / files.LOCK_FILE)
 
 
 def outcome(disturbed: Disturbed, saving: Tracee) -> str:
