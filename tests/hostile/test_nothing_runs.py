@@ -52,7 +52,7 @@ ONLY_IN = {
     "msgpack.Unpacker": set(),
     "zstandard.ZstdDecompressor": {"archive.codec"},
     "import_module": {"backends"},
-    "yaml.SafeLoader": {"config", "trust_settings"},
+    "yaml.SafeLoader": {"configuration.yaml_file"},
 }
 """What decodes bytes from outside stands in one place; so does what imports by a name, which is the program's own."""
 
