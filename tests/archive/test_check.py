@@ -355,7 +355,7 @@ def test_more_buckets_than_anybody_counts() -> None:
 @pytest.mark.parametrize("path", ["weights.tensors.0", "layout.regions.0", "graphs.0.state.0"])
 def test_a_tensor_of_more_dimensions_than_torch_has(archive: Path, path: str) -> None:
     """Its size would be a number of any length."""
-    shape = read_record(archive)
+    shape: Any = read_record(archive)
     for key in path.split("."):
         shape = shape[int(key) if key.isdigit() else key]
     reseal(archive, f"{path}.shape", [*shape["shape"], *[1] * (64 - len(shape["shape"]))])
