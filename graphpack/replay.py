@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import statistics
 import threading
 import time
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from graphpack import logs
 from graphpack.archive.record import Graph, Record
 from graphpack.backends import Executable, Memory
 from graphpack.dispatch import FALLBACKS, POLICIES, check_choice, choose, padded
@@ -28,8 +28,6 @@ from graphpack.tensor import Tensor
 
 if TYPE_CHECKING:
     from graphpack.eager import Eager
-
-LOGGER = logging.getLogger("graphpack")
 
 
 class RestoredModel:
@@ -136,12 +134,12 @@ class RestoredModel:
         check_inputs([with_rows(spec, rows) for spec in graph.inputs], given, scratch_allowed=False)
         if self._eager is None:
             self._eager = self._make_eager()
-            captured = ", ".join(str(bucket) for bucket in self.buckets)
-            LOGGER.warning(
-                "no captured bucket fits %d rows up to position %d (policy %s), so they run eagerly, as will others;"
-                " captured: %s",
-                *(rows, length - 1, policy, captured),
-                extra={"entry": self.record.entry.name, "bucket": f"{rows}x{length}"},
+            captured = ", ".join(map(str, self.buckets))
+            logs.warning(
+                f"no captured bucket fits {rows} rows up to position {length - 1} (policy {policy}), so they run"
+                f" eagerly, as will others; captured: {captured}",
+                entry=self.record.entry.name,
+                bucket=f"{rows}x{length}",
             )
         values = self._eager.run(given, seq_len)
         self._fallbacks += 1
@@ -158,7 +156,7 @@ class RestoredModel:
 
     def _count(self, bucket: Bucket, padding: int) -> None:
         if not self._replays:
-            LOGGER.info("replay active", extra={"entry": self.record.entry.name, "bucket": str(bucket)})
+            logs.info("replay active", entry=self.record.entry.name, bucket=str(bucket))
         self._replays[bucket] += 1
         self._padded_rows += padding
 

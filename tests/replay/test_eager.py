@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -167,10 +169,22 @@ def test_a_caller_in_autocast_changes_nothing(model: RestoredModel) -> None:
         np.testing.assert_array_equal(model.step([1] * 9, [0] * 9, fallback="eager").numpy(), plain)
 
 
-def test_a_closed_model_lets_go_of_what_ran_eagerly(served: Path) -> None:
+def test_a_closed_model_lets_go_of_what_ran_eagerly(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Fallback]] = []
+    build = Fallback.__init__
+
+    def noted(self: Fallback, *arguments: Any) -> None:
+        made.append(weakref.ref(self))
+        build(self, *arguments)
+
+    monkeypatch.setattr(Fallback, "__init__", noted)
     model = graphpack.load(served)
     model.step([1] * 9, [0] * 9, fallback="eager")
+    gc.collect()
+    assert made[0]() is not None
     model.close()
+    gc.collect()
+    assert made[0]() is None
     with pytest.raises(graphpack.ClosedError):
         model.step([1] * 9, [0] * 9, fallback="eager")
 
