@@ -9,9 +9,7 @@ from typing import Literal
 
 from graphpack import logs
 from graphpack.archive.record import (
-    Model,
     Record,
-    Settings,
     Weights,
 )
 from graphpack.archive.store import Archive, Entry
@@ -26,15 +24,14 @@ from graphpack.errors import (
     Problem,
     UsageError,
 )
-from graphpack.freshness import Wanted, stale
+from graphpack.freshness import TorchState, Wanted, damage, stale, wanted
 from graphpack.graph import Bucket
-from graphpack.identity.digests import config_digest, settings_digest
+from graphpack.identity.digests import settings_digest
 from graphpack.identity.weights import hash_weights
 from graphpack.models.registry import resolve
 from graphpack.models.weights import WeightSource
 from graphpack.proof import prove
 from graphpack.results import GraphRow, Observer, SaveRequest, SaveResult, SilentObserver
-from graphpack.schema import to_plain
 from graphpack.stages import Stages
 
 _MOST_ZEROED = 8
@@ -136,36 +133,12 @@ class _Save:
     def _wanted(self, weights: Weights) -> Wanted:
         import torch
 
-        request, model = self._request, self._model
-        effective = model.stored_dtype if request.dtype == "auto" else request.dtype
-        return Wanted(
-            backend=request.device.partition(":")[0],
-            mode=request.mode,
-            model=Model(
-                source=model.source,
-                reference=model.reference,
-                architecture=model.architecture,
-                config=to_plain(model.config),
-                config_digest=config_digest(to_plain(model.config)),
-                revision=model.revision,
-                requested_dtype=request.dtype,
-                stored_dtype=model.stored_dtype,
-                effective_dtype=effective,
-                code=model.code_digest(),
-            ),
-            weights=weights,
-            environment=self._backend.environment(self._host),
-            settings=Settings(
-                batch_sizes=request.batch_sizes,
-                seq_lens=request.seq_lens,
-                slots=(request.slots or max(request.batch_sizes)) + 1,
-                attention="custom" if model.source == "factory" else "sdpa",
-                cpu_isa=self._backend.cpu_isa,
-                compile=request.compile,
-                float32_matmul_precision=torch.get_float32_matmul_precision(),
-                deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
-            ),
+        state = TorchState(
+            float32_matmul_precision=torch.get_float32_matmul_precision(),
+            deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
         )
+        environment = self._backend.environment(self._host)
+        return wanted(self._request, self._model, weights, environment, self._backend.cpu_isa, state)
 
     def _existing(self, archive: Archive) -> Entry | None:
         try:
@@ -177,14 +150,11 @@ class _Save:
             return None
 
     def _intact(self, archive: Archive, existing: Entry) -> bool:
-        """Whether every blob of an entry still has its bytes; a damaged entry is saved again."""
-        try:
-            for blob in existing.record.blobs:
-                archive.read_blob(blob)
-        except CorruptArchiveError as error:
-            self._notes.append(f"saved again, since the archived entry was damaged: {error.message}")
-            return False
-        return True
+        """A damaged entry is saved again."""
+        damaged = damage(archive, existing.record)
+        if damaged:
+            self._notes.append(f"saved again, since the archived entry was damaged: {damaged}")
+        return not damaged
 
     def _capture(self, source: WeightSource, wanted: Wanted) -> CapturedEntry:
         done: Captured = lambda bucket, nodes, seconds: self._observer.bucket(  # noqa: E731

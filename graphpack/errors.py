@@ -6,8 +6,9 @@ return lists of problems; the rung of the ladder that ran them raises once, with
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,3 +148,11 @@ class StorageError(GraphpackError):
 
     code = 12
     kind = "io-error"
+
+
+def from_dict(error: Mapping[str, Any]) -> GraphpackError:
+    """The error that another process described with `as_dict`, as an exception of its own class."""
+    kinds = {cls.kind: cls for cls in GraphpackError.__subclasses__() if "kind" in vars(cls)}
+    made = kinds.get(error["kind"], GraphpackError)(error["message"], [Problem(**found) for found in error["problems"]])
+    made.code, made.kind = error["code"], error["kind"]
+    return made

@@ -1,15 +1,19 @@
-"""Whether an archived entry is what saving now would make, field by field. Pure."""
+"""Whether an archived entry is what saving now would make, field by field, and whole. Knows no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
 
+from graphpack.archive.reading import Reader
 from graphpack.archive.record import Environment, Model, Record, Settings, Weights
-from graphpack.errors import Problem
+from graphpack.errors import CorruptArchiveError, Problem
+from graphpack.identity.digests import config_digest
 from graphpack.identity.weights import check_weights
 from graphpack.models.locate import differences
+from graphpack.models.registry import ResolvedModel
 from graphpack.regions import CAPTURE_VERSION
+from graphpack.results import SaveRequest
 from graphpack.schema import to_plain
 
 _NOT_COMPARED = frozenset({"symbol_versions", "revision", "config_digest", "requested_dtype"})
@@ -27,6 +31,59 @@ class Wanted:
     weights: Weights
     environment: Environment
     settings: Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchState:
+    """What torch is told about computing, as it is in a new process."""
+
+    float32_matmul_precision: str = "highest"
+    deterministic_algorithms: bool = False
+
+
+NEW_PROCESS = TorchState()
+PRECISION_VARIABLE = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+"""An environment variable with which torch starts in another state."""
+
+
+def wanted(
+    request: SaveRequest,
+    model: ResolvedModel,
+    weights: Weights,
+    environment: Environment,
+    cpu_isa: str | None,
+    torch_state: TorchState = NEW_PROCESS,
+) -> Wanted:
+    """What saving `request` now would record. Imports torch only for a model that a factory made."""
+    config = to_plain(model.config)
+    return Wanted(
+        backend=request.device.partition(":")[0],
+        mode=request.mode,
+        model=Model(
+            source=model.source,
+            reference=model.reference,
+            architecture=model.architecture,
+            config=config,
+            config_digest=config_digest(config),
+            revision=model.revision,
+            requested_dtype=request.dtype,
+            stored_dtype=model.stored_dtype,
+            effective_dtype=model.stored_dtype if request.dtype == "auto" else request.dtype,
+            code=model.code_digest(),
+        ),
+        weights=weights,
+        environment=environment,
+        settings=Settings(
+            batch_sizes=request.batch_sizes,
+            seq_lens=request.seq_lens,
+            slots=(request.slots or max(request.batch_sizes)) + 1,
+            attention="custom" if model.source == "factory" else "sdpa",
+            cpu_isa=cpu_isa,
+            compile=request.compile,
+            float32_matmul_precision=torch_state.float32_matmul_precision,
+            deterministic_algorithms=torch_state.deterministic_algorithms,
+        ),
+    )
 
 
 def stale(record: Record, wanted: Wanted) -> list[Problem]:
@@ -48,6 +105,16 @@ def stale(record: Record, wanted: Wanted) -> list[Problem]:
         archived_version = str(record.layout.capture_version)
         problems.append(Problem("layout.capture_version", archived_version, str(CAPTURE_VERSION)))
     return problems
+
+
+def damage(archive: Reader, record: Record) -> str:
+    """What is wrong with the blobs of an entry; empty if every one still has its bytes. Reads all of them."""
+    try:
+        for blob in record.blobs:
+            archive.read_blob(blob)
+    except CorruptArchiveError as error:
+        return error.message
+    return ""
 
 
 def _fields(section: Any) -> dict[str, Any]:

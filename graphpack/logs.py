@@ -5,6 +5,7 @@ The library only tells. Who wants to hear sets up `logging`, as the command line
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ LOGGER.addHandler(logging.NullHandler())
 
 FIELDS = ("entry", "bucket", "device", "buckets", "graphs", "captures", "seconds", "kind", "code", "problems")
 """What a record may carry beside its message, as attributes of these names."""
+
+_LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 _entry: ContextVar[str | None] = ContextVar("entry", default=None)
 
@@ -37,6 +40,22 @@ def refusal(error: GraphpackError, **fields: Any) -> None:
     _tell(logging.ERROR, error.message, {**refusal_fields(error), "refusal": error, **fields})
 
 
+def again(entry: str, line: str) -> None:
+    """Tell what another process said about `entry` on standard error, of which log lines are JSON.
+
+    Its refusals are left out, since who started it has the error itself; of a bug, that leaves the traceback.
+    """
+    told = _log_line(line)
+    if told is None:
+        info(line, entry=entry)
+    elif told["level"] == "error":
+        for traced in str(told.get("traceback", "")).splitlines():
+            info(traced, entry=entry)
+    else:
+        fields = {field: told[field] for field in FIELDS if field in told}
+        _tell(_LEVELS[told["level"]], told["message"], {**fields, "entry": entry})
+
+
 def refusal_fields(error: GraphpackError) -> dict[str, Any]:
     told = {key: value for key, value in error.as_dict().items() if key != "message"}
     return told if error.entry is None else {"entry": error.entry, **told}
@@ -53,6 +72,14 @@ def about(entry: str) -> Iterator[None]:
         raise
     finally:
         _entry.reset(token)
+
+
+def _log_line(line: str) -> dict[str, Any] | None:
+    try:
+        told = json.loads(line)
+    except ValueError:
+        return None
+    return told if isinstance(told, dict) and told.get("level") in _LEVELS and "message" in told else None
 
 
 def _tell(level: int, message: str, fields: dict[str, Any]) -> None:

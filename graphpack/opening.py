@@ -5,13 +5,13 @@ first: its driver at a glance at the archive, its context once the entries are k
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 from graphpack import logs
 from graphpack.archive.glance import mentions
 from graphpack.backends import BLOB_TYPES, hold, wake
-from graphpack.errors import Problem, UsageError
+from graphpack.errors import NotFoundError, Problem, UsageError
 from graphpack.results import LoadedEntry, LoadRequest, Observer, SilentObserver
 
 if TYPE_CHECKING:
@@ -50,13 +50,42 @@ def _open(request: LoadRequest) -> tuple[Archive, Sequence[Entry]]:
 
     check_allowed(request.allow)
     archive = Archive.open(request.archive)
-    entries = archive.find(request.names or None)
+    entries = _complete(archive, request) if request.complete else archive.find(request.names or None)
     names = [entry.record.entry.name for entry in entries]
     stray = [name for name in request.weights if name is not None and name not in names]
     if stray:
         problems = [Problem(f"--weights {name}=...", ", ".join(names), "not an entry being loaded") for name in stray]
         raise UsageError("--weights names an entry that is not being loaded", problems)
     return archive, entries
+
+
+def _complete(archive: Archive, request: LoadRequest) -> Sequence[Entry]:
+    """The entries of all configured models, or of those that were named. Raises what `completeness.refusal` gives."""
+    from graphpack import completeness
+    from graphpack.configuration.config import find_config
+
+    config = find_config(request.config)
+    names = request.names or tuple(config.models)
+    if not names:
+        raise UsageError(f"{config.file} names no models")
+    held = _held(archive, names)
+    records = {name: entry.record for name, entry in held.items()}
+    refusal = completeness.refusal(str(archive.path), config, names, records, request.device)
+    if refusal is not None:
+        raise refusal
+    return [held[name] for name in names]
+
+
+def _held(archive: Archive, names: Sequence[str]) -> dict[str, Entry]:
+    """Those of the entries that are there."""
+    try:
+        return {entry.name: entry for entry in archive.find(names)}
+    except NotFoundError:
+        held = {}
+        for name in names:
+            with suppress(NotFoundError):
+                held[name] = archive.find([name])[0]
+        return held
 
 
 def _restored(
@@ -77,16 +106,17 @@ def _restored(
         models = []
         for entry in entries:
             with logs.about(entry.name):
-                model = opened.enter_context(restore_entry(archive, entry, request, config, policy, observer))
-                _tell(model.result)
-            models.append(model)
+                models.append(opened.enter_context(restore_entry(archive, entry, request, config, policy, observer)))
         opened.pop_all()
+    for model in models:
+        _tell(model.result)
     return models
 
 
 def _tell(restored: LoadedEntry) -> None:
     logs.info(
         f"restored {restored.graphs} decode graphs",
+        entry=restored.name,
         device=restored.device,
         graphs=restored.graphs,
         captures=restored.captures,

@@ -9,12 +9,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
-from graphpack import errors
 from graphpack.archive import oci
 from graphpack.archive.store import Archive, EntryRef
-from graphpack.errors import GraphpackError, Problem
+from graphpack.errors import GraphpackError, Problem, from_dict
 from graphpack.models.checkpoint import SINGLE_NAME
 from graphpack.models.registry import ResolvedModel
 from graphpack.models.safetensors import NewTensor, write_file
@@ -60,16 +58,8 @@ def _prove(archive: Path, ref: EntryRef, weights: str, device: str) -> list[str]
         message = f"the process that verifies the new entry died with status {done.returncode}"
         raise GraphpackError(message, [Problem("stderr", "", done.stderr[-2000:])]) from None
     if "error" in answer:
-        raise _again(answer["error"])
+        raise from_dict(answer["error"])
     return [str(note) for note in answer["notes"]]
-
-
-def _again(error: dict[str, Any]) -> GraphpackError:
-    """The error object of the other process as an exception of its own class."""
-    classes = (cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, GraphpackError))
-    kinds = {cls.kind: cls for cls in classes if "kind" in vars(cls)}
-    problems = [Problem(**problem) for problem in error["problems"]]
-    return kinds.get(error["kind"], GraphpackError)(error["message"], problems)
 
 
 def _main(archive: str, digest: str, size: str, weights: str, device: str) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-from graphpack.errors import Problem, UsageError
+from graphpack.errors import GraphpackError, Problem, UsageError
 from graphpack.graph import Bucket
 from graphpack.schema import shown
 from graphpack.words import (
@@ -80,6 +80,7 @@ class SaveRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
     """No `names` means every entry. `weights` maps an entry's name to a directory; the key None serves all others.
+    With `complete` no names means every model of the configuration, each saved with the settings it has there.
 
     On cuda: with `lazy_graphs` a graph is built when it is first used; `bind` gives addresses of device memory that the
     caller holds in the place of regions; `scatter` moves every region by another distance, which proves that they move.
@@ -97,6 +98,7 @@ class LoadRequest:
     copy_weights: bool = False
     config: Path | None = None
     lazy_graphs: bool = False
+    complete: bool = False
     trusted_keys: tuple[Path, ...] = ()
     require_signature: bool = False
     bind: Mapping[str, int] = field(default_factory=dict)
@@ -134,6 +136,20 @@ class SaveResult:
     bytes_written: int
     stages: Mapping[str, float]
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrewarmedModel:
+    """What became of one configured model. `why` says how the entry that was there was out of date, as far as that had
+    to be found out; `error` is why a model failed."""
+
+    name: str
+    action: Literal["saved", "replaced", "up to date", "failed"]
+    graphs: int
+    bytes_written: int
+    seconds: float
+    why: tuple[Problem, ...] = ()
+    error: GraphpackError | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,12 @@ LONGEST_MODULE = 400
 
 # A module imports only what stands before it.
 ORDER = """
-    errors elf words process logs
+    errors elf words process jobs logs
     schema dtypes graph results stages convert home
     configuration configuration.yaml_file configuration.keys configuration.reader configuration.environment
     configuration.config
-    archive archive.record archive.codec archive.oci archive.owner archive.files archive.lock archive.looks archive.glance
-    archive.finding archive.check archive.permissions archive.keys archive.signature archive.reading archive.store
+    archive archive.record archive.codec archive.oci archive.owner archive.files archive.lock archive.looks
+    archive.glance archive.finding archive.check archive.permissions archive.keys archive.signature archive.reading archive.store
     archive.collect archive.trust archive.remembered archive.validate
     identity identity.environment identity.cpu_isa identity.digests identity.weights identity.layout identity.compat
     identity.agreement
@@ -44,11 +44,12 @@ ORDER = """
     backends.cuda.listener backends.cuda.walk backends.cuda.audit backends.cuda.encode
     backends.cuda.space backends.cuda.memory backends.cuda.recorder
     backends.cuda.watch backends.cuda.capture backends.cuda.agree backends.cuda.capturing
-    trust_settings inputs dispatch slots eager replay restore opening
+    trust_settings inputs dispatch slots eager replay restore completeness opening
     signing contents verify
-    freshness entry proof capture recorder
+    freshness prewarm entry proof capture recorder
     documents report
-    cli.logs cli.answer cli.options cli.save cli.load cli.inspect cli.verify cli.sign cli.maintain cli.models cli.config
+    cli.logs cli.answer cli.options cli.save cli.load cli.inspect cli.verify cli.sign cli.maintain cli.models
+    cli.prewarm cli.config
     cli.completion cli
     __main__
 """.split()  # noqa: SIM905 - rows are read more easily than seventy lines
@@ -83,7 +84,7 @@ DOORS = {
     ("replay", "eager"),
 }
 
-MAY_START_PROCESSES = {"backends.cpu.compile", "proof"}
+MAY_START_PROCESSES = {"backends.cpu.compile", "jobs", "proof"}
 NEVER_IMPORTED = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "zipfile", "tarfile"}
 NEVER_CALLED = {"eval", "exec", "os.system", "os.popen", "torch.load", "torch.export.load", "aoti_load_package"}
 

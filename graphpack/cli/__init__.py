@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from graphpack import __version__
-from graphpack.cli import completion, config, inspect, load, maintain, models, save, sign, verify
+from graphpack.cli import completion, config, inspect, load, maintain, models, prewarm, save, sign, verify
 from graphpack.cli.answer import EXIT_CODES, examples, exits
 
 
@@ -35,6 +35,7 @@ for _command in (
     maintain.rm,
     maintain.gc,
     models.models,
+    prewarm.prewarm,
     config.config,
     completion.completion,
 ):

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from graphpack.cli.answer import EXIT_CODES, Answer, command, examples, exits
-from graphpack.cli.options import PATH, device, trust_options, weights_directory
+from graphpack.cli.options import NO_ARCHIVE, PATH, configuration, device, trust_options, weights_directory
 from graphpack.errors import UsageError
 
 BENCH_SECONDS = 2.0
@@ -20,12 +20,13 @@ BENCH_SECONDS = 2.0
         examples(
             "graphpack load archive",
             "graphpack load archive --name qwen3 --weights checkpoints/qwen3 --verify",
+            "graphpack load --config fleet.yaml",
             "graphpack load archive --bench --format json",
         ),
         exits(*(code for code in EXIT_CODES if code != 9)),
     ),
 )
-@click.argument("archive", type=PATH)
+@click.argument("archive", type=PATH, required=False)
 @click.option("--name", "names", multiple=True, metavar="NAME", help="Only this entry; repeatable. Default: all.")
 @click.option(
     "--weights",
@@ -42,10 +43,16 @@ BENCH_SECONDS = 2.0
 @click.option("--allow", multiple=True, metavar="FIELD", help="Waive one environment difference; repeatable.")
 @click.option("--copy-weights", is_flag=True, help="Copy weights instead of using the mapped checkpoint in place.")
 @click.option("--lazy-graphs", is_flag=True, help="On cuda: build a graph when it is first used.")
-@click.option("--config", type=PATH, metavar="FILE", help="Find weights through FILE, not ./graphpack.yaml.")
+@click.option(
+    "--config",
+    type=PATH,
+    metavar="FILE",
+    help="Load every model of FILE, each saved with the settings it has there. Default: only find weights through "
+    "./graphpack.yaml.",
+)
 @trust_options
 def load(
-    archive: Path,
+    archive: Path | None,
     names: tuple[str, ...],
     weights: tuple[tuple[str | None, Path], ...],
     device: str | None,
@@ -60,17 +67,20 @@ def load(
 ) -> Answer:
     """Restore the entries of ARCHIVE and say what was proven.
 
-    Without --name every entry must fit. Weights are found through --weights, else the configuration file, else where
-    they were at save; those of built-in models are made again.
+    Without --name every entry must fit, or with --config every model of the configuration file. Weights are found
+    through --weights, else the configuration file, else where they were at save; those of built-in models are made
+    again.
     """
     from contextlib import ExitStack
 
-    from graphpack.configuration.config import find_config
     from graphpack.results import LoadRequest
 
-    settings = find_config(config)
+    settings = configuration(config)
+    found = settings.archive(archive).value
+    if found is None:
+        raise UsageError(NO_ARCHIVE)
     request = LoadRequest(
-        archive=archive,
+        archive=found,
         names=names,
         weights=_weights(weights),
         device=device,
@@ -81,6 +91,7 @@ def load(
         trusted_keys=trusted_keys,
         require_signature=require_signature,
         config=settings.file,
+        complete=settings.named,
     )
     from graphpack import documents, opening, report
     from graphpack.cli import logs
@@ -90,7 +101,7 @@ def load(
         for model in models:
             opened.callback(model.close)
         entries = [(model.result, model.bench(BENCH_SECONDS) if bench else ()) for model in models]
-    return Answer(documents.of_load(archive, entries), report.of_load(entries))
+    return Answer(documents.of_load(found, entries), report.of_load(entries))
 
 
 def _weights(given: Sequence[tuple[str | None, Path]]) -> dict[str | None, Path]:

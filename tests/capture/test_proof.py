@@ -23,7 +23,7 @@ from graphpack import (
 )
 from graphpack.archive import oci
 from graphpack.archive.store import Archive
-from graphpack.errors import Problem
+from graphpack.errors import Problem, from_dict
 from graphpack.models.registry import resolve
 from tests.archive.build import reseal
 from tests.backends.resealed import copied
@@ -120,11 +120,11 @@ def test_a_process_that_dies_is_told_with_what_it_said(decoder: Path, monkeypatc
 )
 def test_a_refusal_comes_back_as_its_own_class(kind: type[GraphpackError]) -> None:
     error = kind("a message", [Problem("where", "then", "now", "do this")])
-    again = proof._again(json.loads(json.dumps(error.as_dict())))
+    again = from_dict(json.loads(json.dumps(error.as_dict())))
     assert type(again) is kind
     assert (again.message, again.problems) == (error.message, error.problems)
 
 
 @pytest.mark.parametrize("kind", [InputError, ClosedError])
 def test_special_usage_errors_come_back_as_usage_errors(kind: type[UsageError]) -> None:
-    assert type(proof._again(json.loads(json.dumps(kind("a message").as_dict())))) is UsageError
+    assert type(from_dict(json.loads(json.dumps(kind("a message").as_dict())))) is UsageError

@@ -40,6 +40,7 @@ def test_only_what_is_built_is_there() -> None:
         "gc",
         "models",
         "models make",
+        "prewarm",
         "config",
         "completion",
     }
