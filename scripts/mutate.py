@@ -26,6 +26,7 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -170,15 +171,20 @@ class Coverage:
         return cls(**json.loads(file.read_text()))
 
     def tests(self, module: str, mutant: Mutant, most: int) -> list[str]:
-        """First those of the module's own file, then those that run more of the module than others."""
+        """First those of the module's own file, then those that run more of the module than others.
+
+        What runs at import may be noticed by any test, and by those of the documents first.
+        """
         lines = self.lines.get(module, {})
-        wanted = lines if mutant.at_import else {str(line) for line in mutant.lines}
         reach = Counter(test for line in lines.values() for test in line)
-        found = [self.names[number] for number in {test for line in wanted for test in lines.get(line, ())}]
-        numbers = {name: number for number, name in enumerate(self.names)}
-        own = f"/test_{Path(module).name}::"
-        found.sort(key=lambda name: (own not in name, -reach[numbers[name]], name))
-        return found[:most]
+        found = {test for line in mutant.lines for test in lines.get(str(line), ())}
+        own = [f"/test_{Path(module).name}::", *(["/test_format_document.py::"] if mutant.at_import else [])]
+        first = {number: any(file in name for file in own) for number, name in enumerate(self.names)}
+        if mutant.at_import:
+            found = {number for number in first if first[number] or reach[number]}
+        return [self.names[number] for number in sorted(found, key=lambda test: (not first[test], -reach[test], test))][
+            :most
+        ]
 
 
 @dataclass(eq=False)
@@ -258,10 +264,13 @@ class Killer:
 
     stream: Any
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self.pytest_runtest_logreport(report)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         if report.failed:
             late = "Timeout" in str(report.longrepr)
-            self.stream.write(f"{TIMED_OUT if late else KILLED}\n{report.nodeid}")
+            self.stream.write(f"{TIMED_OUT if late else KILLED}\n{report.nodeid}\n")
             self.stream.flush()
 
 
@@ -305,41 +314,49 @@ def run(task: tuple[str, Mutant, list[str]]) -> dict[str, Any]:
 
 def tested(tests: list[str]) -> tuple[str, str]:
     """What became of the mutant that is in this copy, and which test noticed it."""
+    for name in ("killer", "output"):
+        Path(name).write_text("")
     process = os.fork()
     if not process:
         os.setsid()
         test(tests)
     deadline = time.monotonic() + MUTANT_SECONDS
-    while not (ended := os.waitpid(process, os.WNOHANG))[0]:
-        if time.monotonic() > deadline:
-            os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
-            return TIMED_OUT, ""
+    while not (ended := os.waitpid(process, os.WNOHANG))[0] and time.monotonic() < deadline:
         time.sleep(0.02)
+    with suppress(ProcessLookupError):
+        os.killpg(process, signal.SIGKILL)
+    if not ended[0]:
+        os.waitpid(process, 0)
+        return TIMED_OUT, ""
     status, _, killer = Path("killer").read_text().partition("\n")
     if status:
-        return status, killer
+        return status, killer.partition("\n")[0]
     if ended[1] == 0:
         return SURVIVED, ""
-    if os.WIFEXITED(ended[1]) and os.WEXITSTATUS(ended[1]) not in IMPORT_FAILED:
-        raise RuntimeError(f"the tests were not run: {Path('output').read_text()[-2000:]}")
-    return KILLED, "the import, or the end of the process"
+    if os.WIFSIGNALED(ended[1]) or os.WEXITSTATUS(ended[1]) in IMPORT_FAILED:
+        return KILLED, "the import, or the end of the process"
+    raise RuntimeError(f"the tests were not run: {Path('output').read_text()[-2000:]}")
 
 
 def test(tests: list[str]) -> None:
+    """In a fork, which ends. The tests of the module's own file are run before the others are even read."""
     status = NOT_RUN
     try:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-        output = os.open("output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        output = os.open("output", os.O_WRONLY)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        files = list(dict.fromkeys(name.partition("::")[0] for name in tests))
         known = "ignore::pytest.PytestAssertRewriteWarning"  # what is imported already is not rewritten
-        options = ["-x", "-q", "-W", known, "-p", "no:cacheprovider", f"--basetemp={Path('temporary').absolute()}"]
+        options = ["-x", "-q", "-W", known, "-p", "no:cacheprovider", f"--timeout={TEST_SECONDS}"]
+        options += [f"--basetemp={Path('temporary').absolute()}"]
+        own = tests[0].partition("::")[0]
+        groups = [[name for name in tests if name.startswith(own) is wanted] for wanted in (True, False)]
         with open("killer", "w") as stream:
-            status = int(
-                pytest.main([*options, f"--timeout={TEST_SECONDS}", *files], [Selected(tests), Killer(stream)])
-            )
+            for names in filter(None, groups):
+                files = dict.fromkeys(name.partition("::")[0] for name in names)
+                status = int(pytest.main([*options, *files], [Selected(names), Killer(stream)]))
+                if status:
+                    break
     except BaseException:  # noqa: BLE001 - nothing of the fork may go on as if it were its parent
         traceback.print_exc()
     finally:

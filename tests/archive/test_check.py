@@ -216,6 +216,14 @@ def test_one_name_twice(part: str) -> None:
     assert problem == Problem(f"graphs[1].{part}", specs[0].name, "named 2 times")
 
 
+@pytest.mark.parametrize("shape", [None, (4,), (1, 1, 4), (0, 4), (1, 0)])
+def test_outputs_that_are_no_batch(shape: tuple[int, ...] | None) -> None:
+    record = make_record()
+    outputs = () if shape is None else (replace(record.graphs[0].outputs[0], shape=shape),)
+    (problem,) = check_record(with_graph(record, 0, outputs=outputs))
+    assert problem == Problem("graphs[0].outputs", str(list(shape or ())), "the first is [batch, width]")
+
+
 @pytest.mark.parametrize(
     ("dtype", "tolerance", "refused"),
     [

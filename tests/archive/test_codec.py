@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import resource
 import struct
 import subprocess
@@ -321,6 +322,12 @@ def test_frames_are_bounded(size: int) -> None:
     assert parameters.content_size == size
     assert parameters.window_size <= codec.WINDOW_LIMIT
     assert decompress(data, size, "FILE") == content
+
+
+def test_what_repeats_is_stored_in_less() -> None:
+    noise = random.Random(1).randbytes(4000)
+    assert len(compress(noise * 20)) < 2 * len(noise)
+    assert len(compress(noise)) < len(noise) + 64
 
 
 def test_what_compresses_further_than_a_reader_takes_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:

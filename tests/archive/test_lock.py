@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,27 @@ def test_a_lock_on_a_file_that_is_no_longer_there_is_no_lock(
         with held, pytest.raises(BlockingIOError):
             files_try_lock(held.fileno())
     assert os.listdir(tmp_path) == []
+
+
+def test_a_link_to_the_file_that_is_locked_is_not_that_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def try_lock(descriptor: int, *, wait: bool = False) -> bool:
+        with suppress(FileNotFoundError):
+            (tmp_path / ".lock").rename(tmp_path / "elsewhere")
+        (tmp_path / ".lock").symlink_to("elsewhere")
+        return files_try_lock(descriptor, wait=wait)
+
+    files_try_lock = files.try_lock
+    monkeypatch.setattr(files, "try_lock", try_lock)
+    with pytest.raises(StorageError, match="symbolic links"), locked(tmp_path):
+        pass
+
+
+def test_asking_whether_a_process_runs_sends_it_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
+    name = owner.owned_name(".tmp-")
+    assert not owner.has_ended(name)
+    assert sent == [(os.getpid(), 0)]
 
 
 def test_a_lock_that_fails_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
