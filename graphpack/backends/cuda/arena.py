@@ -18,13 +18,13 @@ class Arena:
     """`addresses` has every region of the layout, `moved` tells whether any is elsewhere than recorded.
 
     Raises LayoutMismatchError if the recorded base is taken and the entry cannot be moved, and for bound memory that is
-    too small; StorageError if the device has too little memory.
+    too small or of another device; StorageError if the device has too little memory.
     """
 
     def __init__(self, driver: Driver, device: int, layout: Layout, placement: Placement) -> None:
         self._undo = ExitStack()
         parts = spans(layout.regions, placement.offsets, layout.granularity)
-        check_held(layout, placement.bound, driver.pointer_range)
+        check_held(layout, placement.bound, device, driver.pointer_range, driver.pointer_device)
         try:
             self._check_room(driver, sum(size for _, size in parts))
             base = self._reserve(driver, layout, placement) if parts else layout.base

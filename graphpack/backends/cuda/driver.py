@@ -158,6 +158,12 @@ class Driver(Library):
         self._call("cuPointerGetAttribute", byref(size), structs.POINTER_RANGE_SIZE, address)
         return start.value, size.value
 
+    def pointer_device(self, address: int) -> int | None:
+        """The device, as `device` gives it, whose memory is at an address; None where there is none."""
+        ordinal = c_int()
+        status = self._function("cuPointerGetAttribute")(byref(ordinal), structs.POINTER_DEVICE, address)
+        return self.device(ordinal.value) if status == 0 and ordinal.value >= 0 else None
+
     # --- kernels
 
     def load_library(self, code: int) -> int:

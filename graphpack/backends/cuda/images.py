@@ -92,9 +92,9 @@ def needs_of(graphs: Iterable[GraphColumns]) -> dict[Identity, KernelNeed]:
 class Images:
     """The loaded images of one entry; `functions` has the handle of each kernel."""
 
-    def __init__(self, driver: Driver, context: int) -> None:
+    def __init__(self, driver: Driver, device: int, context: int) -> None:
         self.functions: dict[Identity, int] = {}
-        self._driver = driver
+        self._driver, self._device = driver, device
         self._context = context
         # The driver reads images where they are, for as long as they are loaded.
         self._loaded: list[tuple[int, bytes]] = []
@@ -104,7 +104,8 @@ class Images:
     ) -> None:
         """Load images, by digest, and set up the kernels that are needed of them. `files` are their names in errors.
 
-        Raises CorruptArchiveError for an image that the driver refuses or that lacks a kernel.
+        Raises CorruptArchiveError for an image that the driver refuses, and for kernels that are missing or not as the
+        graphs need them.
         """
         wanted: dict[str, dict[str, KernelNeed]] = {}
         for (digest, name), need in needs.items():
@@ -149,12 +150,23 @@ class Images:
         if flat != need.parameters:
             return [f"has parameters at {flat}, not {need.parameters}"]
         if need.max_dynamic_shared not in (0, driver.function_attribute(function, structs.FUNC_MAX_DYNAMIC_SHARED)):
-            driver.set_function_attribute(function, structs.FUNC_MAX_DYNAMIC_SHARED, need.max_dynamic_shared)
+            try:
+                driver.set_function_attribute(function, structs.FUNC_MAX_DYNAMIC_SHARED, need.max_dynamic_shared)
+            except CudaError as error:
+                if error.status != structs.INVALID_VALUE:
+                    raise
+                return [self._too_much_shared(function, need.max_dynamic_shared)]
         if need.carveout >= 0:
             driver.set_function_attribute(function, structs.FUNC_CARVEOUT, need.carveout)
         if need.non_portable_cluster:
             driver.set_function_attribute(function, structs.FUNC_NON_PORTABLE_CLUSTER, 1)
         return []
+
+    def _too_much_shared(self, function: int, asked: int) -> str:
+        """A block's static and dynamic shared memory together are limited."""
+        limit = self._driver.device_attribute(self._device, structs.MAX_SHARED_OPTIN)
+        allowed = limit - self._driver.function_attribute(function, structs.FUNC_STATIC_SHARED)
+        return f"asks for {asked} bytes of dynamic shared memory, and the device allows it {allowed}"
 
     def close(self) -> None:
         """Unload everything; no graph may use it any more. Closing twice is fine."""

@@ -110,8 +110,15 @@ _PINNED = "the entry holds addresses as data and cannot be moved; load it at its
 _REUSED = ("input", "output", "scratch")
 
 
-def check_held(layout: Layout, bound: Mapping[str, int], pointer_range: PointerRange) -> None:
-    """Raises LayoutMismatchError naming each bound region that ends behind the allocation its address lies in.
+def check_held(
+    layout: Layout,
+    bound: Mapping[str, int],
+    device: int,
+    pointer_range: PointerRange,
+    pointer_device: Callable[[int], int | None],
+) -> None:
+    """Raises LayoutMismatchError naming each bound region that ends behind the allocation its address lies in, or is
+    memory of another than the `device`.
 
     An allocation may hold more than was bound, so that a tensor in it may still be too small: only its owner knows.
     """
@@ -126,6 +133,9 @@ def check_held(layout: Layout, bound: Mapping[str, int], pointer_range: PointerR
             here = f"{room} bytes at {address:#x}" if found else f"no device memory at {address:#x}"
             hint = "bind memory that holds all of the region"
             problems.append(Problem(shown(region.name), f"{region.bytes} bytes", here, hint))
+        elif (other := pointer_device(address)) != device:
+            sides = f"memory of cuda:{device}, where it is loaded", f"{address:#x} on cuda:{other}"
+            problems.append(Problem(shown(region.name), *sides, "bind memory of the device that runs the graphs"))
     if problems:
         raise _cannot_be_bound(problems)
 

@@ -179,7 +179,7 @@ class CudaSession:
         device, memory = self._device, self._memory
         if memory is None:
             raise RuntimeError("graphs need memory: allocate comes first")
-        images = Images(device.driver, device.context)
+        images = Images(device.driver, device.device, device.context)
         self._undo.callback(images.close)
         images.load(self._contents, needs_of(self._columns.values()), self._files)
         device.driver.set_context(device.context)

@@ -83,13 +83,15 @@ class FakeDriver(Driver):
         self.free = self.total = memory
         self.devices = devices
         self.driver_version = 13000
-        self.attributes = {75: capability[0], 76: capability[1], 16: 132, 113: 1}
+        self.attributes = {75: capability[0], 76: capability[1], 16: 132, 97: LARGEST_SHARED, 113: 1}
+        self.static_shared = 0
         self.lock_status = 0
         self.reserved: dict[int, int] = {}
         self.memory: dict[int, bytearray] = {}
         self.mapped: dict[int, int] = {}
         self.open: set[int] = set()
         self.others: dict[int, bytearray] = {}
+        self.devices_of_others: dict[int, int] = {}
         self.locked: dict[int, int] = {}
         self.libraries: dict[int, dict[str, int]] = {}
         self.functions: dict[int, Function] = {}
@@ -242,9 +244,10 @@ class FakeDriver(Driver):
     def allow_access(self, address: int, size: int, device: int) -> None:
         self.open.add(address)
 
-    def hold(self, address: int, size: int) -> int:
+    def hold(self, address: int, size: int, device: int = 0) -> int:
         """Memory of somebody else in this process, an allocation by itself."""
         self.others[address] = bytearray(size)
+        self.devices_of_others[address] = device
         return address
 
     def span(self, address: int, size: int) -> memoryview:
@@ -317,6 +320,11 @@ class FakeDriver(Driver):
                 return start, size
         return None
 
+    def pointer_device(self, address: int) -> int | None:
+        """Memory that is somebody else's may be on another device."""
+        found = self.pointer_range(address)
+        return None if found is None else self.devices_of_others.get(found[0], 0)
+
     # --- kernels
 
     def load_library(self, code: int) -> int:
@@ -363,11 +371,12 @@ class FakeDriver(Driver):
         return kernel
 
     def function_attribute(self, function: int, attribute: int) -> int:
-        return self.functions[function].attributes.get(attribute, 0)
+        own = {structs.FUNC_STATIC_SHARED: self.static_shared}
+        return (own | self.functions[function].attributes).get(attribute, 0)
 
     def set_function_attribute(self, function: int, attribute: int, value: int) -> None:
         self._enter("set_function_attribute")
-        if attribute == structs.FUNC_MAX_DYNAMIC_SHARED and not 0 <= value <= LARGEST_SHARED:
+        if attribute == structs.FUNC_MAX_DYNAMIC_SHARED and not 0 <= value <= LARGEST_SHARED - self.static_shared:
             self._fail("cuFuncSetAttribute", 1)
         self.functions[function].attributes[attribute] = value
 

@@ -137,10 +137,10 @@ def test_all_problems_come_at_once() -> None:
 
 def test_memory_that_is_too_small() -> None:
     bound = {"weight": HELD + 512, "state": HELD + 8192, "empty": HELD + 16384, "alone": HELD}
-    check_held(layout(), bound, lambda address: (HELD, 12288))
-    check_held(layout(), {"weight": HELD + 512}, lambda address: (HELD, 1024))
+    check_held(layout(), bound, 0, lambda address: (HELD, 12288), lambda address: 0)
+    check_held(layout(), {"weight": HELD + 512}, 0, lambda address: (HELD, 1024), lambda address: 0)
     with pytest.raises(LayoutMismatchError) as refused:
-        check_held(layout(), bound, lambda address: (HELD, 1023) if address < HELD + 1023 else None)
+        check_held(layout(), bound, 0, lambda at: (HELD, 1023) if at < HELD + 1023 else None, lambda at: 0)
     hint = "bind memory that holds all of the region"
     assert refused.value.problems == (
         Problem("weight", "512 bytes", f"511 bytes at {HELD + 512:#x}", hint),
@@ -223,4 +223,29 @@ def test_a_buffer_that_is_too_small(kept: Path, driver: FakeDriver, size: int) -
     driver.hold(HELD, 24_576)
     (model,) = opening.load(LoadRequest(archive=kept, bind={"kv.0.key": HELD}))
     model.close()
+    assert driver.held() == {}
+
+
+def test_memory_of_another_device(kept: Path, driver: FakeDriver) -> None:
+    driver.devices = 2
+    driver.hold(HELD, 24_576, device=1)
+    driver.hold(HELD + MIB, 24_576)
+    bound = {"kv.0.key": HELD, "kv.0.value": HELD + MIB}
+    with pytest.raises(LayoutMismatchError, match="memory cannot be bound to these regions") as refused:
+        opening.load(LoadRequest(archive=kept, bind=bound))
+    assert refused.value.code == 8
+    assert refused.value.problems == (
+        Problem(
+            "kv.0.key",
+            "memory of cuda:0, where it is loaded",
+            f"{HELD:#x} on cuda:1",
+            "bind memory of the device that runs the graphs",
+        ),
+    )
+    assert driver.held() == {}
+    for device, name in (("cuda:1", "kv.0.key"), ("cuda:0", "kv.0.value")):
+        (model,) = opening.load(LoadRequest(archive=kept, device=device, bind={name: bound[name]}))
+        model.close()
+    with pytest.raises(LayoutMismatchError, match=r"kv.0.value: archived memory of cuda:1.*on cuda:0"):
+        opening.load(LoadRequest(archive=kept, device="cuda:1", bind=bound))
     assert driver.held() == {}

@@ -10,7 +10,7 @@ import pytest
 from graphpack.backends.cuda import structs
 from graphpack.backends.cuda.images import Images, KernelNeed, check_image, needs_of, processor_of
 from graphpack.errors import CorruptArchiveError
-from tests.backends.cuda.fake_driver import ADD, FakeDriver, digest, image
+from tests.backends.cuda.fake_driver import ADD, LARGEST_SHARED, FakeDriver, digest, image
 from tests.backends.cuda.made import ONE, TEN, small_graph
 
 PARAMETERS = tuple(number for pair in ADD for number in pair)
@@ -58,7 +58,7 @@ def driver() -> FakeDriver:
 
 
 def load(driver: FakeDriver, contents: dict[str, bytes], needs: dict[tuple[str, str], KernelNeed]) -> Images:
-    images = Images(driver, 1)
+    images = Images(driver, 0, 1)
     images.load(contents, needs, {name: f"blobs/{name[:6]}" for name in contents})
     return images
 
@@ -112,6 +112,19 @@ def test_what_is_wrong_with_images_comes_all_at_once(driver: FakeDriver) -> None
     assert "kernel missing, here not in the image" in text
     assert "has parameters at (0, 8), not (0, 8, 8, 8, 16, 4)" in text
     assert "the driver refuses it: CUDA_ERROR_INVALID_IMAGE" in text
+
+
+@pytest.mark.parametrize("static", [0, 1024])
+def test_more_shared_memory_than_the_device_has_is_refused(driver: FakeDriver, static: int) -> None:
+    driver.static_shared = static
+    key = (digest(ONE), "add")
+    load(driver, {digest(ONE): ONE}, {key: replace(NEED, max_dynamic_shared=LARGEST_SHARED - static)}).close()
+    with pytest.raises(CorruptArchiveError) as refused:
+        load(driver, {digest(ONE): ONE}, {key: replace(NEED, max_dynamic_shared=LARGEST_SHARED - static + 1)})
+    (problem,) = refused.value.problems
+    assert (problem.where, problem.archived) == (f"blobs/{digest(ONE)[:6]}", "add")
+    allowed = LARGEST_SHARED - static
+    assert problem.here == f"asks for {allowed + 1} bytes of dynamic shared memory, and the device allows it {allowed}"
 
 
 def test_graphs_that_describe_a_kernel_differently_are_refused() -> None:

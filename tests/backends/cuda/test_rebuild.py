@@ -29,7 +29,7 @@ class Machine:
         self.driver = driver
         driver.set_context(1)
         self.arena = Arena(driver, 0, layout(), place(layout(), {}, scatter=scatter))
-        self.images = Images(driver, 1)
+        self.images = Images(driver, 0, 1)
         self.images.load(CONTENTS, needs_of(graphs), dict.fromkeys(CONTENTS, "image"))
         self.stream = driver.create_stream()
 
@@ -157,4 +157,4 @@ def test_nodes_are_added_in_their_order(driver: FakeDriver) -> None:
     columns = small_graph()
     graph = Machine(driver, columns).build(columns)
     kinds = [driver.nodes[node].kind for node in driver.graphs[graph].nodes]
-    assert kinds == [2, 0, 0, 1, 5, 1]
+    assert kinds == [2, 0, 0, 1, 5, 1, 1, 1]

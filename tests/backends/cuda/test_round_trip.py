@@ -16,11 +16,10 @@ from graphpack.backends.cuda.audit import RegionMap
 from graphpack.backends.cuda.driver import Driver
 from graphpack.backends.cuda.encode import encode_graph, limits_of
 from graphpack.backends.cuda.images import Images, check_image, needs_of
-from graphpack.backends.cuda.libcuda import CudaError
 from graphpack.backends.cuda.rebuild import build_graph
 from graphpack.backends.cuda.spans import raw
 from graphpack.backends.cuda.walk import Walker
-from graphpack.errors import CaptureRefusedError, GraphpackError
+from graphpack.errors import CaptureRefusedError, CorruptArchiveError, GraphpackError
 from tests.backends.cuda.captured import CapturingDriver, FakeFunction
 from tests.backends.cuda.cubins import described
 from tests.backends.cuda.fake_driver import DEFAULT_SHARED, FakeDriver, Graph, digest
@@ -66,7 +65,7 @@ class Restored:
         self.driver = driver or FakeDriver()
         self.driver.set_context(1)
         assert not [problem for name, data in contents.items() for problem in check_image(data, name, "9.0", name)]
-        images = Images(self.driver, 1)
+        images = Images(self.driver, 0, 1)
         images.load(contents, needs_of(graphs.values()), dict.fromkeys(contents, "image"))
         at, functions = {region.name: THERE + region.offset for region in REGIONS}, images.functions
         self.handles = {name: build_graph(self.driver, graph, functions, at, 1) for name, graph in graphs.items()}
@@ -273,7 +272,7 @@ def test_limits_are_not_shared_by_kernels_of_one_name(captured: CapturingDriver)
 def test_more_shared_memory_than_the_device_has(captured: CapturingDriver) -> None:
     captured.functions[1] = function("sdpa", "sdpa", module=1)
     captured.kernel(1, VALUES, shared=300_000)
-    with pytest.raises(CudaError, match="cuFuncSetAttribute failed: CUDA_ERROR_INVALID_VALUE"):
+    with pytest.raises(CorruptArchiveError, match=r"archived sdpa, here asks for 300000 bytes .* allows it 232448"):
         restored(captured, {"1x8": 1})
 
 
