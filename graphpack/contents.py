@@ -46,12 +46,13 @@ def _cpu_problems(record: Record, blobs: Mapping[str, bytes]) -> Iterator[Proble
 
 
 def _cuda_problems(record: Record, blobs: Mapping[str, bytes]) -> Iterator[Problem]:
+    from graphpack.backends.cuda.bindings import check_bindings
     from graphpack.backends.cuda.columns import decode, topology
     from graphpack.backends.cuda.images import check_image
 
     capability = record.environment.cuda.capability if record.environment.cuda else ""
-    images: dict[str, str] = {}
-    for graph in record.graphs:
+    images: list[tuple[str, str]] = []
+    for position, graph in enumerate(record.graphs):
         where = blob_file(graph.object)
         columns = decode(blobs[graph.object], where, record.layout.regions)
         found = {
@@ -64,6 +65,7 @@ def _cuda_problems(record: Record, blobs: Mapping[str, bytes]) -> Iterator[Probl
             for name, (archived, here) in found.items()
             if archived != here
         )
-        images |= dict(zip(graph.images, columns.names.images, strict=False))
-    for blob, digest in images.items():
+        yield from check_bindings(record, position, columns)
+        images += zip(graph.images, columns.names.images, strict=False)
+    for blob, digest in dict.fromkeys(images):
         yield from check_image(blobs[blob], digest, capability, blob_file(blob))

@@ -35,7 +35,8 @@ ORDER = """
     backends.cpu.export backends.cpu.compile backends.cpu.capture backends.cpu.agree backends.cpu.capturing
     backends.cuda.structs backends.cuda.libcuda backends.cuda.driver backends.cuda.device
     backends.cuda.attributes backends.cuda.columns_check backends.cuda.columns backends.cuda.builder
-    backends.cuda.host backends.cuda.heap backends.cuda.images backends.cuda.spans backends.cuda.placement
+    backends.cuda.host backends.cuda.heap backends.cuda.images backends.cuda.spans backends.cuda.bindings
+    backends.cuda.placement
     backends.cuda.arena
     backends.cuda.rebuild backends.cuda.upload backends.cuda.relay backends.cuda.device_memory backends.cuda.executable
     backends.cuda.session backends.cuda.restore

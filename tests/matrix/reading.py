@@ -17,7 +17,7 @@ from graphpack.identity.environment import Host, read_host
 from graphpack.results import LoadedEntry, LoadRequest
 from tests.archive.build import identity, read_record
 from tests.matrix.row import Row
-from tests.matrix.sealing import names_of_files
+from tests.matrix.sealing import names_of_files, own_image
 
 
 def outcome(request: LoadRequest) -> GraphpackError | LoadedEntry:
@@ -58,7 +58,7 @@ def this_machine() -> Host:
 def words(base: Path, archive: Path, new: dict[str, Any]) -> dict[str, Any]:
     """What an answer may say in `{...}`: `old` and `new` are the record before and after; `object_1`, `golden_2`,
     `constants`, `record`, `manifest` are files, with `_size` their sizes; `archive` is the directory, `at` the position
-    of each region, and `old_settings` and `new_settings` are digests."""
+    of each region, and `old_settings`, `new_settings` and `own_image`, of the first graph alone, are digests."""
     old = read_record(base)
     files = names_of_files(base, old)
     files |= {name: file for name, file in names_of_files(archive, old).items() if name in ("manifest", "record")}
@@ -68,7 +68,9 @@ def words(base: Path, archive: Path, new: dict[str, Any]) -> dict[str, Any]:
     settings = {"old_settings": identity(4, old["settings"]), "new_settings": identity(4, new["settings"])}
     at = {region["name"]: index for index, region in enumerate(old["layout"]["regions"])}
     open_ends = {"any": "\0", "rest": "\1"}
-    return {"old": old, "new": new, "archive": archive, "at": at, **open_ends, **settings, **sizes, **files}
+    images = {"own_image": own_image(old)} if old["graphs"][0]["images"] else {}
+    said = {"old": old, "new": new, "archive": archive, "at": at}
+    return {**said, **open_ends, **settings, **images, **sizes, **files}
 
 
 def assert_says(error: GraphpackError, answer: Answer, said: dict[str, Any]) -> None:

@@ -9,7 +9,6 @@ import numpy as np
 
 from tests.matrix.row import Row
 
-_G = "columns:graphs.0"
 _TYPES = {
     "kernels.carveout": "<i4",
     "kernels.non_portable_cluster": "u1",
@@ -40,6 +39,10 @@ def _put(key: str, index: int, value: int) -> Callable[[Columns], Columns]:
         return {**columns, key: values.tobytes()}
 
     return change
+
+
+def _all(key: str, value: int) -> Callable[[Columns], Columns]:
+    return lambda columns: {**columns, key: np.full_like(_values(columns, key), value).tobytes()}
 
 
 def _add(key: str, index: int, step: int) -> Callable[[Columns], Columns]:
@@ -99,6 +102,19 @@ def _pointing(region: str, other: str) -> Callable[[Columns], Columns]:
     return change
 
 
+def _crossed(region: str, other: str) -> Callable[[Columns], Columns]:
+    """All addresses of each of two regions are those of the other."""
+
+    def change(columns: Columns) -> Columns:
+        values = _values(columns, "words.region")
+        first, second = columns["regions"].index(region), columns["regions"].index(other)
+        ours, theirs = values == first, values == second
+        values[ours], values[theirs] = second, first
+        return {**columns, "words.region": values.tobytes()}
+
+    return change
+
+
 def _further(region: str, step: int) -> Callable[[Columns], Columns]:
     """The first address in a region is further behind."""
 
@@ -130,9 +146,12 @@ def _overlapping(columns: Columns) -> Columns:
     return _add("layouts.offset", row, -4)(columns)
 
 
-def _row(key: str, change: str, edit: Callable[[Columns], Columns], *, verify: bool = False) -> Row:
+def _row(
+    key: str, change: str, edit: Callable[[Columns], Columns], *, verify: bool = False, graphs: tuple[int, ...] = (0,)
+) -> Row:
     found_by: Any = "load --verify" if verify else "load"
-    return Row(field=f"columns: {key}", change=change, edits=((_G, edit),), found_by=found_by)
+    edits = tuple((f"columns:graphs.{graph}", edit) for graph in graphs)
+    return Row(field=f"columns: {key}", change=change, edits=edits, found_by=found_by)
 
 
 NAMES = (
@@ -140,14 +159,15 @@ NAMES = (
     _row("regions", "two of one size in each other's place", _renamed("regions", _SWAPPED), verify=True),
     _row("images", "not a digest", _listed("images", 0, "nothing")),
     _row("images", "two in each other's place", _exchanged("images", 0, 1)),
-    _row("functions", "a kernel that the image has not", _listed("functions", 0, lambda old: f"{old}_")),
+    _row("functions", "a kernel that the image has not", _listed("functions", 0, lambda old: f"other_{old}")),
     _row("functions", "one less", lambda columns: {**columns, "functions": columns["functions"][:-1]}),
     _row("kernels.image", "of another image", _put("kernels.image", 0, 1)),
     _row("kernels.image", "of no image", _put("kernels.image", 0, 1 << 20)),
     _row("kernels.max_dynamic_shared", "above what any device has", _put("kernels.max_dynamic_shared", 0, 1 << 21)),
+    _row("kernels.max_dynamic_shared", "above what this device has", _put("kernels.max_dynamic_shared", 0, 300_000)),
     _row("kernels.max_dynamic_shared", "1024 more", _add("kernels.max_dynamic_shared", 0, 1024)),
     _row("kernels.carveout", "101 percent", _put("kernels.carveout", 0, 101)),
-    _row("kernels.carveout", "50 percent", _put("kernels.carveout", 0, 50)),
+    _row("kernels.carveout", "50 percent, of all kernels of both graphs", _all("kernels.carveout", 50), graphs=(0, 1)),
     _row("kernels.non_portable_cluster", "2", _put("kernels.non_portable_cluster", 0, 2)),
     _row("kernels.parameters", "one more", _add("kernels.parameters", 0, 1)),
     _row("layouts.offset", "4 bytes into the parameter before", _overlapping),
@@ -199,7 +219,8 @@ WORDS = (
     _row("words.at", "4 bytes further", _add("words.at", 0, 4)),
     _row("words.at", "beyond the parameters", _put("words.at", -1, 1 << 40)),
     _row("words.region", "no region", _put("words.region", 0, 1 << 20)),
-    _row("words.region", "another region of the same size", _pointing(_NORM, _OTHER_NORM), verify=True),
+    _row("words.region", "all addresses of a weight in another of its size", _pointing(_NORM, _OTHER_NORM)),
+    _row("words.region", "two weights of one size in each other's place", _crossed(_NORM, _OTHER_NORM), verify=True),
     _row("words.offset", "beyond its region", _put("words.offset", 0, 1 << 40)),
     _row("words.offset", "8 bytes further", _further(_NORM, 8), verify=True),
 )

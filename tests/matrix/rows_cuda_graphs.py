@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tests.matrix.row import FromRecord, Row, appended, item, less, plus, swapped, without
 from tests.matrix.rows_graphs import PROOF
+from tests.matrix.sealing import own_image
 
 ONES = "1" * 64
 _G = "graphs.0"
+_TABLE = "model.rotary_emb.inv_freq"
 _UNKNOWN_BLOB = {"digest": "f" * 64, "size": 1, "content_size": 1, "media_type": "application/octet-stream"}
 
 
@@ -16,13 +19,25 @@ def _region(name: str, /, **changes: Any) -> tuple[str, Any]:
     return "layout.regions", item(name, **changes)
 
 
-def _flipped(position: int) -> Any:
+def _flipped(position: int) -> Callable[[bytes], bytes]:
     def flip(content: bytes) -> bytes:
         changed = bytearray(content)
         changed[position] ^= 0x40
         return bytes(changed)
 
     return flip
+
+
+def _for_another_processor(content: bytes) -> bytes:
+    """Where the processor is in an image depends on the version of its ABI."""
+    return _flipped(49 if content[8] >= 8 else 48)(content)
+
+
+def _without_own_image(graphs: list[Any]) -> list[Any]:
+    """An image of the first graph that the others have not is another."""
+    gone = own_image({"graphs": graphs})
+    first = {**graphs[0], "images": [ONES if image == gone else image for image in graphs[0]["images"]]}
+    return [first, *graphs[1:]]
 
 
 GRAPHS = (
@@ -54,14 +69,14 @@ GRAPHS = (
     Row(field="graphs[].object", change="not among the blobs", edits=((f"{_G}.object", ONES),)),
     Row(field="graphs[].object", change="a golden", edits=((f"{_G}.object", FromRecord("graphs.0.golden")),)),
     Row(field="graphs[].object", change="not a graph", edits=((f"content:{_G}.object", lambda _: b"something"),)),
-    Row(field="graphs[].images", change="one that is no blob", edits=((f"{_G}.images.0", ONES),)),
+    Row(field="graphs[].images", change="one that is no blob", edits=(("graphs", _without_own_image),)),
     Row(field="graphs[].images", change="two swapped", edits=((f"{_G}.images", swapped(0, 1)),)),
     Row(field="graphs[].images", change="one twice", edits=((f"{_G}.images", lambda old: [*old, old[0]]),)),
     Row(field="graphs[].images", change="none", edits=((f"{_G}.images", []), ("graphs.1.images", []))),
     Row(
         field="graphs[].images",
         change="the first for another processor",
-        edits=((f"content:{_G}.images.0", _flipped(49)),),
+        edits=((f"content:{_G}.images.0", _for_another_processor),),
     ),
     Row(field="graphs[].images", change="the first no ELF file", edits=((f"content:{_G}.images.0", _flipped(0)),)),
 )
@@ -140,6 +155,11 @@ SPECS = (
     Row(field="graphs[].bindings", change="two swapped", edits=((f"{_G}.bindings", swapped(1, 2)),)),
     Row(
         field="graphs[].bindings", change="one missing in the second graph", edits=(("graphs.1.bindings", without(3)),)
+    ),
+    Row(
+        field="graphs[].bindings",
+        change="the constant missing in the second graph",
+        edits=(("graphs.1.bindings", lambda old: [name for name in old if name != _TABLE]),),
     ),
     Row(field="graphs[].bindings", change="one of no region", edits=(("graphs.1.bindings", appended("other")),)),
     Row(field="graphs[].bindings", change="a state bound", edits=(("graphs.1.bindings", appended("kv.0.key")),)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,19 @@ from tests.archive.build import (
 )
 from tests.matrix.row import Edit, FromRecord, Row
 
-BLOBS = {
-    "@object": "graphs.0.object",
-    "@image": "graphs.0.images.0",
-    "@golden": "graphs.0.golden",
-    "@constants": "constants",
+
+def own_image(record: dict[str, Any]) -> str:
+    """The first image of the first graph that no other graph has."""
+    first, *others = (graph["images"] for graph in record["graphs"])
+    digest: str = next(image for image in first if not any(image in images for images in others))
+    return digest
+
+
+BLOBS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "@object": lambda record: record["graphs"][0]["object"],
+    "@image": own_image,
+    "@golden": lambda record: record["graphs"][0]["golden"],
+    "@constants": lambda record: record["constants"],
 }
 """Names, in a path, of the places of blobs in their list, which is sorted by digest."""
 
@@ -117,8 +125,7 @@ def _keys(path: str, record: Any) -> list[str | int]:
     keys: list[str | int] = []
     for key in path.split("."):
         if key in BLOBS:
-            digest = _at(record, BLOBS[key])
-            keys.append([blob["digest"] for blob in record["blobs"]].index(digest))
+            keys.append([blob["digest"] for blob in record["blobs"]].index(BLOBS[key](record)))
         else:
             keys.append(int(key) if key.isdigit() else key)
     return keys
@@ -146,6 +153,8 @@ def _replace_content(archive: Path, record: dict[str, Any], path: str, change: A
     blob |= {"digest": _store(archive, data), "size": len(data), "content_size": len(content)}
     record["blobs"].sort(key=lambda blob: blob["digest"])
     _edit(record, [(path, blob["digest"])], record)
+    for graph in record["graphs"]:
+        graph["images"] = [blob["digest"] if image == digest else image for image in graph["images"]]
 
 
 def _replace_columns(archive: Path, record: dict[str, Any], path: str, change: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -12,9 +12,9 @@ from graphpack import golden, lockstep
 from graphpack.archive.record import Environment, Graph, Weights
 from graphpack.backends import UNWRITTEN, CapturedEntry, CapturedGraph
 from graphpack.backends.cuda import columns as c
+from graphpack.backends.cuda.bindings import bindings_of
 from graphpack.backends.cuda.capture import CapturedBucket
 from graphpack.backends.cuda.recorder import EncodedGraphs, MemoryRecorder, spec_of
-from graphpack.backends.cuda.spans import reached
 from graphpack.errors import CaptureRefusedError, Problem
 from graphpack.graph import Region, TensorSpec
 from graphpack.regions import constant_specs, expected_regions, stored_specs
@@ -94,7 +94,7 @@ def _described(
         inputs=one.takes,
         outputs=one.gives,
         state=state,
-        bindings=bindings_of(encoded.regions, columns.names.regions, fused(one.module)),
+        bindings=bindings_of(encoded.regions, columns.pointed, fused(one.module)),
         golden=UNWRITTEN,
         golden_steps=golden.STEPS,
         tolerance=agreement.tolerance,
@@ -115,18 +115,6 @@ def fused(module: torch.nn.Module) -> list[frozenset[str]]:
     for name, tensor in module.state_dict().items():
         names.setdefault(tensor.untyped_storage().data_ptr(), set()).add(name)
     return [frozenset(group) for group in names.values()]
-
-
-def bindings_of(
-    regions: Sequence[Region], used: Iterable[str], tensors: Iterable[frozenset[str]] = ()
-) -> tuple[str, ...]:
-    """The weights among the regions that a graph points at, with all parts of `tensors` that are made of several; and
-    the constants that it may reach from these: a constant that nobody binds has no region in the entry, and a tensor
-    that lies across it would be torn when regions move."""
-    pointed = frozenset(used)
-    found = {"weight": pointed.union(*(parts for parts in tensors if parts & pointed))}
-    found["constant"] = reached(regions, found["weight"])
-    return tuple(region.name for region in regions if region.name in found.get(region.kind, ()))
 
 
 def _check_bindings(graphs: Sequence[Graph], weights: frozenset[str]) -> None:

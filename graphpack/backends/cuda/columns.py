@@ -162,6 +162,12 @@ class GraphColumns:
         return np.concatenate([[0], np.cumsum(sizes[self.launches["kernel"]])]).astype(np.int64)
 
     @cached_property
+    def pointed(self) -> frozenset[str]:
+        """The regions that any address is in."""
+        parts = (self.words["region"], self.memsets["region"], self.memcpys["src_region"], self.memcpys["dst_region"])
+        return frozenset(self.names.regions[index] for index in np.unique(np.concatenate(parts)).tolist())
+
+    @cached_property
     def parameter_counts(self) -> np.ndarray:
         """How many parameters each launch has."""
         counts = np.array([len(kernel.parameters) // 2 for kernel in self.names.kernels], np.int64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from graphpack.archive.oci import blob_file
 from graphpack.archive.record import Layout, Record
+from graphpack.backends.cuda.bindings import check_bindings
 from graphpack.backends.cuda.columns import GraphColumns, decode, topology
 from graphpack.backends.cuda.device_memory import CudaMemory, own_region
 from graphpack.backends.cuda.driver import Driver, driver
@@ -77,16 +78,15 @@ class CudaSession:
         return problems
 
     def expected(self, layout: Layout, regions: Sequence[Region]) -> tuple[Region, ...]:
-        """`regions` where the layout has them, and with what capture alone can know: scratch, and the place of each."""
-        due = {region.name: region for region in regions}
-        found = []
-        for archived in layout.regions:
-            region = due.pop(archived.name, None)
-            if region is not None:
-                found.append(replace(region, offset=archived.offset, alignment=archived.alignment))
-            elif archived.kind == "scratch":
-                found.append(archived)
-        return (*found, *due.values())
+        """`regions` with what capture alone can know: the place of each, and the scratch behind them."""
+        archived = {region.name: region for region in layout.regions}
+        placed = (
+            replace(region, offset=archived[region.name].offset, alignment=archived[region.name].alignment)
+            if region.name in archived
+            else region
+            for region in regions
+        )
+        return (*placed, *(region for region in layout.regions if region.kind == "scratch"))
 
     def check_settings(self, record: Record, blobs: Mapping[str, bytes]) -> list[Problem]:  # noqa: ARG002
         problems = []
@@ -120,6 +120,7 @@ class CudaSession:
     def check_blobs(self, record: Record, blobs: Mapping[str, bytes]) -> None:
         """Take the decoded graphs and check every image. Raises CorruptArchiveError."""
         problems = []
+        pairs: list[tuple[str, str]] = []
         for position, graph in enumerate(record.graphs):
             columns, computed = self._decoding[graph.bucket].result()
             where = f"graphs[{position}]"
@@ -130,24 +131,23 @@ class CudaSession:
             if len(columns.names.images) != len(graph.images):
                 sides = str(len(graph.images)), f"{len(columns.names.images)} in its object"
                 problems.append(Problem(f"{where}.images", *sides))
-            for digest, blob in zip(columns.names.images, graph.images, strict=False):
-                self._contents[digest] = blobs[blob]
-                self._files[digest] = blob_file(blob)
+            problems += check_bindings(record, position, columns)
+            pairs += zip(columns.names.images, graph.images, strict=False)
             self._columns[graph.bucket] = columns
         if problems:
             raise CorruptArchiveError("an object is not the graph that the record describes", problems)
-        self._check_images(record)
+        self._check_images(record, dict.fromkeys(pairs), blobs)
 
-    def _check_images(self, record: Record) -> None:
+    def _check_images(self, record: Record, pairs: Collection[tuple[str, str]], blobs: Mapping[str, bytes]) -> None:
+        """`pairs` are the digest of an image's content in a graph, and that of the blob which the record has for it."""
         capability = record.environment.cuda.capability if record.environment.cuda else ""
         with ThreadPoolExecutor(_CHECKING_THREADS, "graphpack-check") as pool:
-            found = pool.map(
-                lambda digest: check_image(self._contents[digest], digest, capability, self._files[digest]),
-                self._contents,
-            )
+            found = pool.map(lambda pair: check_image(blobs[pair[1]], pair[0], capability, blob_file(pair[1])), pairs)
             problems = [problem for some in found for problem in some]
         if problems:
             raise CorruptArchiveError("a kernel image breaks the policy for native code", problems)
+        self._contents = {digest: blobs[blob] for digest, blob in pairs}
+        self._files = {digest: blob_file(blob) for digest, blob in pairs}
 
     def allocate(
         self, record: Record, weights: WeightSource, constants: Mapping[str, bytes], request: LoadRequest

@@ -54,7 +54,8 @@ def _bytes(name: str, size: int) -> Any:
 
 
 def columns_of(graph: Graph, regions: Sequence[Region]) -> c.GraphColumns:
-    """logits = the first weight's start, then each row's token id + batch size; the state's first bytes count steps."""
+    """logits = the first weight's start, then each row's token id + batch size; the state's first bytes count steps.
+    All else that the graph binds is copied to where nobody looks."""
     builder = ColumnsBuilder([region.name for region in regions])
     logits = graph.outputs[0]
     out, tokens = f"{graph.bucket}/{logits.name}", f"{graph.bucket}/token_ids"
@@ -83,6 +84,7 @@ def columns_of(graph: Graph, regions: Sequence[Region]) -> c.GraphColumns:
         nodes.append(add(("scratch.0", 8 * index), (tokens, 8 * index), 1))
         nodes.append(builder.add_memcpy(("scratch.0", 8 * index), (out, row * index), width=1))
         nodes.append(builder.add_memcpy((state, 0), (out, row * index + 4), width=1))
+    nodes += [builder.add_memcpy((name, 0), ("scratch.0", 2048), width=1) for name in graph.bindings]
     for before, after in pairwise(nodes):
         builder.add_edge(before, after)
     return builder.finish()

@@ -62,7 +62,7 @@ def add(
 
 
 def small_graph() -> c.GraphColumns:
-    """y = x + weight's first half copied behind ... : see `expected`."""
+    """Weight and table are copied, to where nobody looks. See `expected` for what is in y."""
     builder = ColumnsBuilder([region.name for region in REGIONS])
     zero = builder.add_memset("scratch.0", 0, value=0x07, element_size=1, width=16, height=2, pitch=32)
     first = add(builder, ("scratch.0", 256), ("1x16/x", 0), 32)
@@ -80,6 +80,8 @@ def small_graph() -> c.GraphColumns:
     tail = builder.add_memcpy(
         ("scratch.0", 0), ("1x16/y", 32), width=16, height=2, src_pitch=32, src_height=2, dst_pitch=16, dst_height=2
     )
+    for index, name in enumerate(("weight", "table")):
+        builder.add_memcpy((name, 0), ("scratch.0", 2048 + 64 * index), width=64)
     builder.add_edge(zero, tail)
     builder.add_edge(first, second, from_port=1, type=1)
     builder.add_edge(second, copy)

@@ -134,7 +134,7 @@ MUTATIONS: dict[str, Edit] = {
     "parameters": cut("parameters", 64),
     "edges[0]": put("edges.source", "<u4", 0, 5),
     "edges[0] ": put("edges.target", "<u4", 0, 0),
-    "edges.target[4]": put("edges.target", "<u4", 4, 6),
+    "edges.target[4]": put("edges.target", "<u4", 4, 8),
     "edges.from_port[0]": put("edges.from_port", "u1", 0, 3),
     "edges.to_port[0]": put("edges.to_port", "u1", 0, 1),
     "edges.type[0]": put("edges.type", "u1", 0, 2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from torch import nn
 
 from graphpack import CaptureRefusedError
 from graphpack.backends.cuda import columns as c
-from graphpack.backends.cuda.agree import _check_bindings, bindings_of, fused
+from graphpack.backends.cuda.agree import _check_bindings, fused
 from graphpack.backends.cuda.audit import RegionMap
+from graphpack.backends.cuda.bindings import bindings_of, check_bindings
 from graphpack.backends.cuda.builder import ColumnsBuilder
 from graphpack.backends.cuda.restore import CudaBackend
 from graphpack.backends.cuda.spans import check_overlaps, placed
@@ -110,9 +112,11 @@ def test_an_address_in_a_fused_tensor_is_that_of_a_part() -> None:
 # --- restored
 
 
-def columns() -> c.GraphColumns:
-    """y = all parts + 1, read from the start of the first."""
+def columns(*, other: bool = True) -> c.GraphColumns:
+    """y = all parts + 1, read from the start of the first. With `other` the other weight is read, too."""
     builder = ColumnsBuilder([region.name for region in regions()])
+    if other:
+        builder.add_memcpy((OTHER, 0), ("scratch.0", 0), width=64)
     made.add(builder, ("1x16/y", 0), (next(iter(PARTS)), 0), sum(PARTS.values()))
     return builder.finish()
 
@@ -123,12 +127,39 @@ def entry() -> Any:
     )
     described = graph(
         topology=c.topology(columns()),
-        nodes=1,
+        nodes=2,
         images=(sha256(b"one"),),
         state=(),
         bindings=(*PARTS, OTHER),
     )
-    return record(layout=layout, graphs=(described,))
+    stored = record().weights
+    tensors = tuple(replace(stored.tensors[0], name=name) for name in (*PARTS, OTHER))
+    return record(layout=layout, graphs=(described,), weights=replace(stored, tensors=tensors))
+
+
+def wrong(bindings: Sequence[str], graph: c.GraphColumns | None = None, **changes: Any) -> list[tuple[str, str]]:
+    made = entry()
+    bound = replace(made.graphs[0], bindings=tuple(bindings))
+    found = check_bindings(replace(made, graphs=(bound,), **changes), 0, graph or columns())
+    assert {problem.where for problem in found} <= {"graphs[0].bindings"}
+    return [(problem.archived, problem.here) for problem in found]
+
+
+def test_the_record_binds_what_the_graph_reads() -> None:
+    first, *others = PARTS
+    assert wrong([*PARTS, OTHER]) == []
+    assert wrong([*others, OTHER]) == [(f"no {first}", "its object points at it")]
+    assert wrong([*PARTS, OTHER], columns(other=False)) == [(OTHER, "its object does not point at it")]
+    assert wrong([*PARTS], columns(other=False)) == [(f"no {OTHER}", "every graph reads it")]
+
+
+def test_the_record_binds_the_parts_that_no_address_is_in() -> None:
+    first, *others = PARTS
+    for name in others:
+        left = [other for other in (*PARTS, OTHER) if other != name]
+        assert wrong(left) == [(f"no {name}", "every graph reads it")]
+    # What the checkpoint has not lies beside them for another reason.
+    assert wrong([first, OTHER], weights=replace(record().weights, tensors=())) == []
 
 
 def content(name: str) -> bytes:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 from graphpack.archive.record import Graph
-from graphpack.backends.cuda.agree import bindings_of
+from graphpack.backends.cuda.agree import _ordered
+from graphpack.backends.cuda.bindings import bindings_of, check_bindings
+from graphpack.backends.cuda.builder import ColumnsBuilder
 from graphpack.backends.cuda.memory import TorchMemory
 from graphpack.backends.cuda.placement import place
+from graphpack.backends.cuda.restore import CudaBackend
 from graphpack.backends.cuda.spans import raw, reached, remaining
 from graphpack.graph import Bucket, Region, TensorSpec
 from graphpack.identity.layout import make_layout
-from graphpack.regions import expected_regions
+from graphpack.regions import constant_specs, expected_regions
+from tests.archive.build import make_record
+from tests.backends.cuda.fake_driver import FakeDriver
 from tests.backends.cuda.made import BASE, MIB
 
 # The large bucket was captured first: its tensors have lain over all of the segment, in which the small bucket's
@@ -58,6 +64,23 @@ def test_a_graph_binds_the_constants_that_its_tensors_may_reach() -> None:
         assert graph(bucket).bindings == ("w", "live.0")
 
 
+def test_a_constant_that_an_allocation_holds_is_bound_though_no_address_is_in_it() -> None:
+    builder = ColumnsBuilder([region.name for region in REGIONS])
+    builder.add_memcpy(("w", 0), ("1x16/y", 0), width=8)
+    columns = builder.finish()
+    regions = archived()
+    layout = make_layout(regions, capture_version=1, base=BASE, bytes=2 * MIB, granularity=2 * MIB)
+    small = make_record()
+    weights = replace(small.weights, tensors=(replace(small.weights.tensors[0], name="w"),))
+    made = replace(small, layout=layout, weights=weights)
+    bound, missing = (
+        check_bindings(replace(made, graphs=(replace(small.graphs[0], bindings=names),)), 0, columns)
+        for names in (("w", "live.0"), ("w",))
+    )
+    assert bound == []
+    assert [(problem.archived, problem.here) for problem in missing] == [("no live.0", "its object may reach it")]
+
+
 def test_a_weight_is_bound_only_by_a_graph_that_points_at_it() -> None:
     beside = raw("weight", "v", (256, 256))
     assert bindings_of((WEIGHT, beside), ["w"]) == ("w",)
@@ -77,6 +100,21 @@ def test_a_segment_is_kept_whole_and_moves_as_one() -> None:
     for region in regions:
         overlaps = offsets[region.name] < start + size and start < offsets[region.name] + region.bytes
         assert not overlaps or region.name in own
+
+
+def test_a_save_writes_the_regions_in_the_order_that_a_load_expects() -> None:
+    """Whatever order they were named in."""
+    graphs = [graph(bucket) for bucket in USED]
+    specs = {region.name: TensorSpec(name=region.name, dtype="uint8", shape=region.shape) for region in REGIONS}
+    session = CudaBackend(FakeDriver).open("cuda")
+    try:
+        for named in (REGIONS, REGIONS[::-1]):
+            written = _ordered(graphs, named, {"w": specs["w"]}, "float32")
+            layout = make_layout(written, capture_version=1, base=BASE, bytes=2 * MIB, granularity=2 * MIB)
+            implied = expected_regions(graphs, {"w": specs["w"]}, constant_specs(written), "float32")
+            assert session.expected(layout, implied) == written == archived()
+    finally:
+        session.close()
 
 
 def test_reached_is_what_touches() -> None:

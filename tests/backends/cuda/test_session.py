@@ -70,6 +70,7 @@ def record(**changes: Any) -> Record:
             ),
         ),
         settings=replace(small.settings, cpu_isa=None),
+        weights=replace(small.weights, tensors=(replace(small.weights.tensors[0], name="weight"),)),
         layout=layout(),
         graphs=(graph(),),
     )
@@ -226,22 +227,25 @@ def test_a_device_that_is_not_there(driver: FakeDriver) -> None:
         ({"nodes": 7}, "graphs[0].nodes"),
         ({"images": ()}, "graphs[0].images"),
         ({"images": (sha256(b"ten"), sha256(b"one"))}, "another content"),
+        ({"bindings": ("weight",)}, "graphs[0].bindings: archived no table, here its object may reach it"),
+        ({"bindings": ("table",)}, "graphs[0].bindings: archived no weight, here its object points at it"),
     ],
 )
 def test_an_object_that_is_not_its_graph_is_refused(session: CudaSession, changes: dict[str, Any], what: str) -> None:
+    made = record(graphs=(graph(**changes),))
+    session.prepare(made, BLOBS, request())
     with pytest.raises(CorruptArchiveError) as refused:
-        session.prepare(record(graphs=(graph(**changes),)), BLOBS, LoadRequest(archive=Path()))
-        session.check_blobs(record(graphs=(graph(**changes),)), BLOBS)
+        session.check_blobs(made, BLOBS)
     assert what in str(refused.value)
 
 
 def test_images_of_another_processor_are_refused(session: CudaSession) -> None:
     made = record()
     assert made.environment.cuda
-    other = replace(made.environment, cuda=replace(made.environment.cuda, capability="10.0"))
+    made = replace(made, environment=replace(made.environment, cuda=replace(made.environment.cuda, capability="10.0")))
+    session.prepare(made, BLOBS, request())
     with pytest.raises(CorruptArchiveError, match="policy for native code") as refused:
-        session.prepare(replace(made, environment=other), BLOBS, LoadRequest(archive=Path()))
-        session.check_blobs(replace(made, environment=other), BLOBS)
+        session.check_blobs(made, BLOBS)
     assert {problem.where for problem in refused.value.problems} == {
         blob_file(sha256(b"one")),
         blob_file(sha256(b"ten")),
@@ -273,10 +277,13 @@ def test_settings(session: CudaSession) -> None:
 
 def test_expected_regions_take_their_places_from_the_layout(session: CudaSession) -> None:
     implied = [replace(one, offset=0, alignment=1) for one in REGIONS if one.kind != "scratch"]
-    assert session.expected(layout(), implied[::-1]) == REGIONS
+    assert session.expected(layout(), implied) == REGIONS
+    assert session.expected(layout(), implied[::-1]) == (*REGIONS[-2::-1], REGIONS[-1]), (
+        "their order is what is implied"
+    )
     assert session.expected(layout(), implied[1:]) == REGIONS[1:]
     longer = [*implied, replace(implied[0], name="more")]
-    assert session.expected(layout(), longer)[-1].name == "more"
+    assert session.expected(layout(), longer)[-2].name == "more"
 
 
 def test_a_taken_base_that_cannot_move_is_refused_and_leaves_nothing(driver: FakeDriver) -> None:
