@@ -243,7 +243,9 @@ def test_whatever_call_fails_nothing_is_held(
             except GraphpackError:
                 pass
             else:
-                assert name in MAY_FAIL, f"call {number} of {name} failed, and nobody noticed"
+                # Threads that share the work wait for more events or for fewer.
+                came = counted.counts[name] >= number
+                assert name in MAY_FAIL or not came, f"call {number} of {name} failed, and nobody noticed"
             if name in WAITING:
                 driver.locked.clear()
             assert driver.held() == {}, f"after call {number} of {name} failed"
