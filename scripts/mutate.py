@@ -25,9 +25,8 @@ import tempfile
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,25 +36,12 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.mutation.mutants import Mutant, mutants_of  # noqa: E402 - the root is on the path only now
+from tests.mutation.reach import Reach, measure  # noqa: E402 - same
 
 MODULES = [
     *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("graphpack/archive/*.py")),
     "graphpack/identity/compat.py",
 ]
-SUITE = [
-    "tests/archive",
-    "tests/identity/test_compat.py",
-    "tests/identity/test_compat_cuda.py",
-    "tests/fuzz/test_properties.py",
-    "tests/test_trust_settings.py",
-    "tests/cli/test_maintain.py",
-    "tests/cli/test_sign.py",
-    "tests/cli/test_verify.py",
-]
-LEFT_OUT = ["faults", "test_concurrency.py", "test_mounts.py", "test_oci_tools.py", "test_signed_copies.py"]
-SLOW = ["every_bit", "every_byte", "every_flipped_byte", "every_truncation", "writers"]
-SLOW_SECONDS = 3.0
-"""Tests that do one thing very often are left out: what only they notice counts as a survivor."""
 TEST_SECONDS = 30
 MUTANT_SECONDS = 600
 MEMORY = 6 << 30
@@ -81,18 +67,18 @@ def main() -> int:
     results = read_results(arguments.results)
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         Path(folder).chmod(0o755)  # some tests read as another user
-        coverage = Coverage.measured(arguments.results.with_suffix(".map.json"), Path(folder) / "map")
+        reach = reach_of(arguments.results.with_suffix(".reach.json"), Path(folder) / "reach")
         chosen = sample(arguments)
         due = [work for work in chosen if results.get(key(*work), {}).get("status", SURVIVED) == SURVIVED]
         say(f"{len(chosen)} mutants, {len(chosen) - len(due)} of them known to be noticed")
-        tasks = [(module, mutant, coverage.tests(module, mutant, arguments.most_tests)) for module, mutant in due]
+        tasks = [(module, mutant, reach.tests(module, mutant, arguments.most_tests)) for module, mutant in due]
         random.Random(arguments.seed).shuffle(tasks)  # noqa: S311 - so that both processes have as much to do
         counts: Counter[str] = Counter()
         with (
             multiprocessing.Pool(arguments.processes, start, (folder,)) as pool,
             arguments.results.open("a") as stream,
         ):
-            status, failed = pool.apply(tested, (coverage.names,)) if tasks else (SURVIVED, "")
+            status, failed = pool.apply(tested, (reach.names,)) if tasks else (SURVIVED, "")
             if status != SURVIVED:
                 sys.exit(f"without a mutant {status}: {failed}")
             for number, result in enumerate(pool.imap_unordered(run, tasks), 1):
@@ -102,11 +88,12 @@ def main() -> int:
                 counts[result["status"]] += 1
                 if number % 50 == 0:
                     say(f"{number} of {len(tasks)}: {dict(counts)}")
-    text = report([results[key(*work)] for work in chosen])
+    found = [results[key(*work)] for work in chosen]
+    text = report(found)
     say(text)
     if arguments.write:
         arguments.write.write_text(text + "\n")
-    return 0
+    return 0 if noticed(found) >= arguments.least else 1
 
 
 def parse() -> argparse.Namespace:
@@ -116,6 +103,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sample", type=int, help="how many mutants, by module as many as its share")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--most-tests", type=int, default=1000, help="for one mutant")
+    parser.add_argument("--least", type=float, default=80.0, help="percent that have to be noticed")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--write", type=Path, help="file for the table and the survivors, in Markdown")
     return parser.parse_args()
@@ -148,86 +136,17 @@ def key(module: str, mutant: Mutant) -> str:
     return f"{module} {mutant.operator} {column} {same} {line} -> {mutant.new}"
 
 
-# --- Which tests run which lines
-
-
-@dataclass
-class Coverage:
-    """`names` of tests; `lines` are their numbers by module and line."""
-
-    names: list[str]
-    lines: dict[str, dict[str, list[int]]]
-
-    @classmethod
-    def measured(cls, file: Path, copy: Path) -> Coverage:
-        if not file.exists():
-            make_copy(copy)
-            process = os.fork()
-            if not process:
-                os.chdir(copy)
-                os._exit(measure(file.absolute()))
-            if os.waitpid(process, 0)[1]:
-                sys.exit("the tests fail without a mutant")
-        return cls(**json.loads(file.read_text()))
-
-    def tests(self, module: str, mutant: Mutant, most: int) -> list[str]:
-        """First those of the module's own file, then those that run more of the module than others.
-
-        What runs at import may be noticed by any test, and by those of the documents first.
-        """
-        lines = self.lines.get(module, {})
-        reach = Counter(test for line in lines.values() for test in line)
-        found = {test for line in mutant.lines for test in lines.get(str(line), ())}
-        own = [f"/test_{Path(module).name}::", *(["/test_format_document.py::"] if mutant.at_import else [])]
-        first = {number: any(file in name for file in own) for number, name in enumerate(self.names)}
-        if mutant.at_import:
-            found = {number for number in first if first[number] or reach[number]}
-        return [self.names[number] for number in sorted(found, key=lambda test: (not first[test], -reach[test], test))][
-            :most
-        ]
-
-
-@dataclass(eq=False)
-class Recorder:
-    """Tells coverage which test is running, and remembers how long each took."""
-
-    coverage: Any
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        self.coverage.switch_context(item.nodeid)
-        began = time.monotonic()
-        try:
-            return (yield)
-        finally:
-            self.seconds[item.nodeid] = time.monotonic() - began
-            self.coverage.switch_context("")
-
-
-def measure(file: Path) -> int:
-    import coverage
-
-    measuring = coverage.Coverage(data_file=None, source=["graphpack"], branch=False)
-    recorder = Recorder(measuring)
-    measuring.start()
-    ignored = [f"--ignore=tests/archive/{name}" for name in LEFT_OUT]
-    status = pytest.main(["-q", "-k", " and ".join(f"not {name}" for name in SLOW), *ignored, *SUITE], [recorder])
-    measuring.stop()
-    if status:
-        return int(status)
-    kept = [name for name, seconds in recorder.seconds.items() if seconds < SLOW_SECONDS]
-    numbers = {name: number for number, name in enumerate(kept)}
-    data = measuring.get_data()
-    lines = {
-        module: {
-            str(line): sorted(numbers[context] for context in contexts if context in numbers)
-            for line, contexts in data.contexts_by_lineno(str(Path(module).absolute())).items()
-        }
-        for module in MODULES
-    }
-    file.write_text(json.dumps({"names": kept, "lines": lines}))
-    return 0
+def reach_of(file: Path, copy: Path) -> Reach:
+    if not file.exists():
+        make_copy(copy)
+        process = os.fork()
+        if not process:
+            os.chdir(copy)
+            os._exit(measure(MODULES, file.absolute()))
+        if os.waitpid(process, 0)[1]:
+            file.unlink(missing_ok=True)
+            sys.exit("the tests fail without a mutant")
+    return Reach.read(file)
 
 
 # --- Running
@@ -373,8 +292,14 @@ def report(results: list[dict[str, Any]]) -> str:
         by_module[result["module"]].append(result)
     for module, found in [*by_module.items(), ("all", results)]:
         counts = Counter(result["status"] for result in found)
-        share = 100 * (counts[KILLED] + counts[TIMED_OUT]) / len(found)
-        cells = [f"`{module}`", len(found), counts[KILLED], counts[TIMED_OUT], counts[SURVIVED], f"{share:.1f} %"]
+        cells = [
+            f"`{module}`",
+            len(found),
+            counts[KILLED],
+            counts[TIMED_OUT],
+            counts[SURVIVED],
+            f"{noticed(found):.1f} %",
+        ]
         rows.append(f"| {' | '.join(map(str, cells))} |")
     rows += ["", "| survivor | change |", "|---|---|"]
     for result in results:
@@ -382,6 +307,10 @@ def report(results: list[dict[str, Any]]) -> str:
             old, new = (" ".join(result[side].split()).replace("|", "\\|") for side in ("old", "new"))
             rows.append(f"| `{result['module']}:{result['line']}` | {result['operator']}: `{old}` -> `{new}` |")
     return "\n".join(rows)
+
+
+def noticed(results: list[dict[str, Any]]) -> float:
+    return 100 * sum(1 for result in results if result["status"] != SURVIVED) / len(results)
 
 
 def say(line: str) -> None:

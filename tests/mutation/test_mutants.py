@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation.mutants import mutants_of
+from tests.mutation.mutants import Mutant, mutants_of
+from tests.mutation.reach import Reach
 
 
 def changes(text: str) -> set[tuple[str, str]]:
@@ -95,3 +96,38 @@ def test_every_mutant_is_a_module() -> None:
     assert len(mutants) > 500
     for mutant in mutants[::50]:
         ast.parse(mutant.applied(source))
+
+
+@pytest.mark.parametrize(
+    ("lines", "at_import", "names"),
+    [
+        ((7,), False, ["tests/test_a.py::two", "tests/test_z.py::most", "tests/test_b.py::one"]),
+        ((8, 9), False, ["tests/test_z.py::most"]),
+        ((5,), False, []),
+        (
+            (1,),
+            True,
+            [
+                "tests/test_a.py::two",
+                "tests/test_a.py::none",
+                "tests/test_format_document.py::none",
+                "tests/test_z.py::most",
+                "tests/test_b.py::one",
+            ],
+        ),
+    ],
+)
+def test_the_tests_of_a_mutant(lines: tuple[int, ...], at_import: bool, names: list[str]) -> None:
+    reach = Reach(
+        [
+            "tests/test_b.py::one",
+            "tests/test_a.py::two",
+            "tests/test_a.py::none",
+            "tests/test_z.py::most",
+            "tests/test_format_document.py::none",
+        ],
+        {"graphpack/a.py": {"6": [1], "7": [0, 1, 3], "8": [3], "9": [3]}, "graphpack/b.py": {"5": [2]}},
+    )
+    mutant = Mutant("constant", lines[0], 0, 1, "2", lines, at_import)
+    assert reach.tests("graphpack/a.py", mutant, 10) == names
+    assert reach.tests("graphpack/a.py", mutant, 1) == names[:1]
