@@ -2,7 +2,7 @@
 
     python scripts/fuzz.py record --inputs 100000     # one target
     python scripts/fuzz.py all --inputs 200000        # all of them, by their shares: what the tests run
-    python scripts/fuzz.py all --inputs 5000000 --processes 2 --write docs/benchmarks/fuzzing.json
+    python scripts/fuzz.py all --inputs 5000000 --processes 2 --write fuzzing.json
 
 A target that raises anything but a refusal ends the run with the traceback and the input, which is left in
 `--keep`. `tests/fuzz/targets.py` has the targets, `tests/fuzz/seeds` what they start from.
