@@ -48,5 +48,3 @@ def significant(attribute: Attribute, value: bytes) -> Value:
     data = value[: attribute.size].ljust(16, b"\0")
     first, second, third, fourth = (int.from_bytes(data[at : at + 4], "little") for at in range(0, 16, 4))
     return first, second, third, fourth
-
-
