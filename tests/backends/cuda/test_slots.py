@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pytest
 
 from graphpack.archive.record import Record
 from graphpack.archive.store import Archive
-from graphpack.backends.cuda.device_memory import CudaMemory
 from graphpack.backends.cuda.restore import CudaBackend
 from graphpack.graph import Region
 from graphpack.models.locate import locate_weights
@@ -106,7 +104,7 @@ def test_memory_is_described_for_whoever_computes_on_the_device(archive: Path, d
     assert constants is not None
     session = CudaBackend(lambda: driver).open("cuda:0")
     source = locate_weights(record, None, None).source
-    memory = cast("CudaMemory", session.allocate(record, source, constants, LoadRequest(archive=archive)))
+    memory = session.allocate(record, source, constants, LoadRequest(archive=archive))
     try:
         assert memory.device == "cuda:0"
         for region in record.layout.regions:
