@@ -221,6 +221,17 @@ def test_what_others_keep_in_the_archive_stays(archive: Path, what: str) -> None
     assert read_tree(archive) == before
 
 
+def test_an_entry_under_two_tags_is_one(archive: Path) -> None:
+    index = read_index(archive)
+    index["manifests"].append({**index["manifests"][0], "annotations": {oci.TAG_ANNOTATION: "latest"}})
+    write_index(archive, index)
+    before = read_tree(archive)
+    assert collect(archive, older_than=0).blobs == ()
+    assert read_tree(archive) == before
+    assert list(remove(archive, ["tiny"]).entries.values()) == ["tiny"]
+    assert read_index(archive)["manifests"] == []
+
+
 def test_a_large_document_of_others_stays(archive: Path) -> None:
     list_document(archive, b"x" * (oci.MANIFEST_LIMIT + 1))
     before = set(blobs(archive))

@@ -141,6 +141,15 @@ def test_a_disk_that_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         read_file(tmp_path, "file", limit=100)
 
 
+def test_a_file_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **options: Any) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(StorageError, match=r"cannot read .*/file: Too many open files"):
+        read_file(tmp_path, "file", limit=100)
+
+
 def test_a_file_above_its_limit(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"content")
     with pytest.raises(CorruptArchiveError, match="more than the limit of 6"):
