@@ -134,6 +134,26 @@ def test_writers_take_turns(tmp_path: Path, flock: str) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("flock", ["nothing"], indirect=True)
+def test_of_two_that_claim_at_once_neither_has_the_lock(
+    tmp_path: Path, flock: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sees the other after making its own claim, takes it back, and tries again."""
+    sweep, seen = files.sweep, []
+
+    def rival_comes(folder: Path, prefix: str) -> list[files.Temporary]:
+        seen.append(sorted(path.name.split("-")[3] for path in folder.glob(".tmp-lock-*")))
+        rival = claim_of(tmp_path, owner.place(), os.getppid(), started(os.getppid()))
+        if len(seen) != 2:
+            rival.unlink()
+        return sweep(folder, prefix)
+
+    monkeypatch.setattr(files, "sweep", rival_comes)
+    with locked(tmp_path):
+        assert seen == [[], [str(os.getpid())], [str(os.getppid())], [str(os.getpid())]]
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_holder_that_was_killed_and_that_nobody_waited_for(tmp_path: Path, flock: str, impatient: None) -> None:
     holder = hold(tmp_path, 60, flock)
     holder.kill()
