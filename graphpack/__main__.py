@@ -127,7 +127,8 @@ def _print_answer(answer: Answer, forms: _Forms) -> None:
     from graphpack import documents
 
     if not forms.answer:
-        _print(answer.lines, sys.stdout)
+        if answer.lines:  # else they were printed as they came
+            _print(answer.lines, sys.stdout)
     elif answer.refusal is None:
         _print([documents.dumps(answer.document)], sys.stdout)
     else:

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphpack.errors import GraphpackError
-from graphpack.results import BenchRow, Collected, LoadedEntry, Removed, SaveResult, SignedEntry, VerifiedEntry
+from graphpack.results import (
+    BenchRow,
+    Collected,
+    Generated,
+    LoadedEntry,
+    Removed,
+    SaveResult,
+    SignedEntry,
+    VerifiedEntry,
+)
 from graphpack.schema import to_plain
 
 if TYPE_CHECKING:
@@ -43,6 +52,27 @@ def of_load(archive: Path, entries: Sequence[tuple[LoadedEntry, Sequence[BenchRo
     """`bench` of an entry is empty unless it was asked for."""
     rows = [{**to_plain(entry), "bench": to_plain(bench)} for entry, bench in entries]
     return document("load", archive=archive, entries=rows)
+
+
+def of_generate(archive: Path, generated: Generated) -> Document:
+    texts = [
+        {"prompt": text.prompt, "prompt_tokens": text.prompt_tokens, "text": text.text, **to_plain(text.continuation)}
+        for text in generated.texts
+    ]
+    replays = [{**to_plain(bucket), "steps": steps} for bucket, steps in generated.stats.replays.items()]
+    return document(
+        "generate",
+        archive=archive,
+        name=generated.name,
+        device=generated.device,
+        texts=texts,
+        tokens=generated.tokens,
+        seconds=generated.seconds,
+        tokens_per_second=generated.tokens_per_second,
+        replays=replays,
+        padded_rows=generated.stats.padded_rows,
+        fallbacks=generated.stats.fallbacks,
+    )
 
 
 def of_sign(archive: Path, entries: Sequence[SignedEntry]) -> Document:

@@ -28,7 +28,7 @@ def load(request: LoadRequest, observer: Observer | None = None) -> list[Restore
     return _restored(archive, entries, request, observer or SilentObserver())
 
 
-def load_only(request: LoadRequest) -> RestoredModel:
+def load_only(request: LoadRequest, observer: Observer | None = None) -> RestoredModel:
     """Restore the one entry of a request, which may leave its name out where the archive has no other.
 
     Raises UsageError naming the entries if there are several; else as `load`.
@@ -37,7 +37,7 @@ def load_only(request: LoadRequest) -> RestoredModel:
     if len(entries) != 1:
         names = ", ".join(entry.record.entry.name for entry in entries)
         raise UsageError(f"name one of the archive's {len(entries)} entries: {names}")
-    (model,) = _restored(archive, entries, request, SilentObserver())
+    (model,) = _restored(archive, entries, request, observer or SilentObserver())
     return model
 
 

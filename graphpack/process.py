@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 STDOUT, STDERR = 1, 2
 
@@ -57,14 +57,21 @@ def _text_stream(stream: object, descriptor: int) -> io.TextIOWrapper:
 
 
 @contextlib.contextmanager
-def stray_output_to_stderr() -> Iterator[None]:
-    """Keep standard output for the answer: what models, compilers and their children print goes to standard error."""
+def stray_output_to_stderr() -> Iterator[TextIO]:
+    """Keep standard output for the answer: what models, compilers and their children print goes to standard error.
+
+    What is yielded is standard output, for an answer that comes bit by bit.
+    """
     sys.stdout.flush()
+    encoding = sys.stdout.encoding
     kept = os.dup(STDOUT)
     os.dup2(STDERR, STDOUT)
     try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
+        with (
+            contextlib.redirect_stdout(sys.stderr),
+            open(kept, "w", encoding=encoding, errors="backslashreplace", closefd=False) as answer,
+        ):
+            yield answer
     finally:
         os.dup2(kept, STDOUT)
         os.close(kept)

@@ -37,6 +37,11 @@ def printable(text: object) -> str:
     return "".join(char if char.isprintable() else _escape(char) for char in str(text))
 
 
+def printable_text(text: str) -> str:
+    """Text of several lines, all but line feeds, tabs and blanks escaped that is not visible."""
+    return "".join(char if char.isprintable() or char in "\n\t\u00a0\u3000" else _escape(char) for char in text)
+
+
 def _escape(char: str) -> str:
     code = ord(char)
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
@@ -138,6 +143,10 @@ def _proof(entry: LoadedEntry | VerifiedEntry) -> list[tuple[object, ...]]:
 
 def _rung(rung: Rung) -> str:
     return f"{rung.state:<8} {rung.name}{f' ({rung.note})' if rung.note else ''}"
+
+
+def of_text(number: int, prompt: str, text: str) -> list[str]:
+    return [f"[{number}] {printable(prompt)}", printable_text(text), ""]
 
 
 def of_verify(entries: Sequence[VerifiedEntry]) -> list[str]:

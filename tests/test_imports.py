@@ -29,7 +29,7 @@ ORDER = """
     identity identity.environment identity.cpu_isa identity.digests identity.weights identity.layout identity.compat
     identity.agreement
     models models.step models.safetensors models.seeded models.weights models.architecture models.specs
-    models.checkpoint models.presets models.decoder models.factory models.registry models.locate
+    models.checkpoint models.presets models.decoder models.factory models.registry models.locate models.tokenizer
     regions tensor golden backends lockstep modes
     backends.cpu.policy backends.cpu.memory backends.cpu.runtime backends.cpu.restore backends.cpu
     backends.cpu.export backends.cpu.compile backends.cpu.capture backends.cpu.agree backends.cpu.capturing
@@ -45,13 +45,12 @@ ORDER = """
     backends.cuda.listener backends.cuda.walk backends.cuda.audit backends.cuda.encode
     backends.cuda.space backends.cuda.memory backends.cuda.recorder
     backends.cuda.watch backends.cuda.capture backends.cuda.agree backends.cuda.capturing
-    trust_settings inputs dispatch slots eager replay restore completeness opening
+    trust_settings inputs dispatch slots eager replay restore completeness opening sampling generate
     signing contents verify
     freshness prewarm entry proof capture recorder
     documents report
-    cli.logs cli.answer cli.options cli.save cli.load cli.inspect cli.verify cli.sign cli.maintain cli.models
-    cli.prewarm cli.config
-    cli.completion cli
+    cli.logs cli.answer cli.options cli.save cli.load cli.generate cli.inspect cli.verify cli.sign cli.maintain
+    cli.models cli.prewarm cli.config cli.completion cli
     __main__
 """.split()  # noqa: SIM905 - rows are read more easily than seventy lines
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from graphpack import __version__
-from graphpack.cli import completion, config, inspect, load, maintain, models, prewarm, save, sign, verify
+from graphpack.cli import completion, config, generate, inspect, load, maintain, models, prewarm, save, sign, verify
 from graphpack.cli.answer import EXIT_CODES, examples, exits
 
 
@@ -28,6 +28,7 @@ def cli() -> None:
 for _command in (
     save.save,
     load.load,
+    generate.generate,
     inspect.inspect,
     verify.verify,
     sign.sign,

@@ -58,16 +58,23 @@ def examples(*lines: str) -> str:
 
 
 def command(
-    name: str, cls: type[click.Command] = click.Command, *, epilog: Sequence[str], **attributes: Any
+    name: str,
+    cls: type[click.Command] = click.Command,
+    *,
+    epilog: Sequence[str],
+    streams: bool = False,
+    **attributes: Any,
 ) -> Callable[[Callable[..., Answer]], Any]:
-    """A command with `--format` and `--log-format`, and an epilog that keeps its lines."""
+    """A command with `--format` and `--log-format`, and an epilog that keeps its lines.
+
+    One that `streams` gets standard output as `stream`, to answer bit by bit; None if the answer is to be JSON.
+    """
     answer_format = click.option(
         "--format",
         "output_format",
         type=click.Choice(["human", "json"]),
         default="human",
         show_default=True,
-        expose_value=False,
         help="How to print the answer. JSON is one object on standard output.",
     )
     log_format = click.option(
@@ -82,11 +89,13 @@ def command(
 
     def decorate(function: Callable[..., Answer]) -> click.Command:
         @functools.wraps(function)
-        def guarded(*args: Any, log_format: str, **kwargs: Any) -> Answer:
+        def guarded(*args: Any, output_format: str, log_format: str, **kwargs: Any) -> Answer:
             from graphpack.cli import logs
 
             click.get_current_context().meta[logs.LOG_FORMAT] = log_format
-            with process.stray_output_to_stderr(), logs.to_stderr(log_format):
+            with process.stray_output_to_stderr() as stdout, logs.to_stderr(log_format):
+                if streams:
+                    kwargs["stream"] = None if output_format == "json" else stdout
                 return function(*args, **kwargs)
 
         made = click.command(name, cls, epilog="\n\n".join(epilog), **attributes)

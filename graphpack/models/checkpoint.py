@@ -21,7 +21,15 @@ from graphpack.models.safetensors import HeaderEntry, read_header
 from graphpack.models.weights import StoredTensor, WeightFile, WeightSource
 from graphpack.schema import shown
 
-__all__ = ["StoredTensor", "WeightSource", "hub_revision", "open_checkpoint", "read_config"]
+__all__ = [
+    "StoredTensor",
+    "WeightSource",
+    "hub_revision",
+    "open_checkpoint",
+    "read_config",
+    "read_json",
+    "read_regular",
+]
 
 CONFIG_NAME = "config.json"
 SINGLE_NAME = "model.safetensors"
@@ -45,7 +53,7 @@ def read_config(directory: Path) -> DecoderConfig:
             problem = Problem(CONFIG_NAME, here="missing", hint="put it beside the weights")
             raise WeightsMismatchError(f"{directory}: the checkpoint is incomplete", [problem])
         raise NotFoundError(f"{directory}: not a checkpoint directory (it holds no {CONFIG_NAME})")
-    return DecoderConfig.from_config(_read_json(path, _CONFIG_LIMIT), str(path))
+    return DecoderConfig.from_config(read_json(path, _CONFIG_LIMIT), str(path))
 
 
 def open_checkpoint(
@@ -100,7 +108,7 @@ def _locate(directory: Path) -> dict[str, str] | None:
             raise WeightsMismatchError(f"{directory}: no weights graphpack can read", _other_weights(names))
         return None
     path = directory / INDEX_NAME
-    weight_map = _read_json(path, _INDEX_LIMIT).get("weight_map")
+    weight_map = read_json(path, _INDEX_LIMIT).get("weight_map")
     if type(weight_map) is not dict or not weight_map:
         problem = Problem("weight_map", here=shown(weight_map), hint="must map tensor names to file names")
         raise WeightsMismatchError(f"{path}: not an index of safetensors files", [problem])
@@ -124,10 +132,24 @@ def _other_weights(names: set[str]) -> list[Problem]:
     return problems or [Problem(SINGLE_NAME, here=here, hint=hint)]
 
 
-def _read_json(path: Path, limit: int) -> dict[str, Any]:
+def read_json(path: Path, limit: int) -> dict[str, Any]:
+    """The object in a JSON file. Raises as `read_regular`, and WeightsMismatchError if it is none."""
+    content = read_regular(path, limit)
+    try:
+        return parse_object(content, limit)
+    except ValueError as error:
+        raise WeightsMismatchError(f"{path}: {error}") from error
+
+
+def read_regular(path: Path, limit: int) -> bytes:
+    """A file's content. Raises WeightsMismatchError for what is no regular file of at most `limit` bytes, StorageError
+    for what cannot be read."""
     try:
         with open(path, "rb", opener=_open_regular) as file:
-            return parse_object(file.read(limit + 1), limit)
+            content = file.read(limit + 1)
+            if len(content) > limit:
+                raise ValueError(f"larger than {limit} bytes")
+            return content
     except ValueError as error:
         raise WeightsMismatchError(f"{path}: {error}") from error
     except OSError as error:

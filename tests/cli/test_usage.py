@@ -32,6 +32,7 @@ def test_only_what_is_built_is_there() -> None:
     assert set(IDS) == {
         "save",
         "load",
+        "generate",
         "inspect",
         "verify",
         "sign",
