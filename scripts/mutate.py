@@ -170,6 +170,7 @@ def start(folder: str) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "graphpack")]:
         del sys.modules[name]
     sys.path[:] = [str(copy) if entry == str(ROOT) else entry for entry in sys.path]
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a mutant may send it to the parent of its tests
     sys.dont_write_bytecode = True  # a mutant of the same second and size would be taken for the one before
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     os.environ["PYTHONPATH"] = str(copy)

@@ -360,6 +360,15 @@ def test_more_buckets_than_anybody_counts() -> None:
     assert Problem("graphs", "2", "10000000000 asked for in settings") in problems
 
 
+def test_the_number_of_buckets_that_are_counted_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = make_record()
+    asked = replace(record, settings=replace(record.settings, batch_sizes=(1, 2), seq_lens=(16, 32)))
+    monkeypatch.setattr(check, "CONTAINER_LIMIT", 4)
+    assert [problem.here for problem in check_record_layout(asked)] == ["1 asked for in settings"] * 2
+    monkeypatch.setattr(check, "CONTAINER_LIMIT", 3)
+    assert [problem.here for problem in check_record_layout(asked)] == ["4 asked for in settings"]
+
+
 @pytest.mark.parametrize("path", ["weights.tensors.0", "layout.regions.0", "graphs.0.state.0"])
 def test_a_tensor_of_more_dimensions_than_torch_has(archive: Path, path: str) -> None:
     """Its size would be a number of any length."""

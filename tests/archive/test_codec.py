@@ -351,6 +351,11 @@ def test_the_limit_of_expansion_is_exact(monkeypatch: pytest.MonkeyPatch) -> Non
     refused(decompress, data, len(CONTENT), "FILE")
 
 
+def test_the_limit_of_content_is_exact() -> None:
+    assert decompress(GOOD, len(CONTENT), "FILE", len(CONTENT)) == CONTENT
+    assert "not 1 to" in refused(decompress, GOOD, len(CONTENT), "FILE", len(CONTENT) - 1)
+
+
 CONTENT = b"some content " * 20
 GOOD = compress(CONTENT)
 

@@ -397,6 +397,32 @@ def test_a_blob_found_in_place_is_synced(archive: Path, monkeypatch: pytest.Monk
     writer.discard()
 
 
+def test_the_index_is_on_disk_before_anything_is_removed(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a power cut could bring back an index that names what is gone."""
+    stray = blob_path(archive, write_blob(archive, b"stray"))
+    age(archive)
+    synced: list[Path] = []
+
+    def note(folder: Path) -> None:
+        assert stray.exists()
+        synced.append(folder)
+
+    monkeypatch.setattr(files, "sync_folder", note)
+    collect(archive)
+    assert archive in synced
+    assert not stray.exists()
+
+
+def test_a_second_save_protects_what_it_writes(archive: Path) -> None:
+    writer = Archive.create(archive)
+    writer.commit(writer.put_entry(make_record("second")), "second")
+    blob = writer.put_blob(b"of the next save", oci.OBJECT_TYPE)
+    assert collect(archive, older_than=0).blobs == ()
+    assert writer.read_blob(blob) == b"of the next save"
+    writer.discard()
+    assert not blob_path(archive, blob.digest).exists()
+
+
 # --- Temporary files
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -45,11 +46,24 @@ def test_files(tmp_path: Path, kind: str) -> None:
     assert f"looks like {kind}" in refusal(path)
 
 
+def test_a_tar_of_this_machine(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "files", "w") as file:
+        file.add(__file__, "file")
+    assert "looks like a tar)" in refusal(tmp_path / "files")
+
+
+@pytest.mark.parametrize(("size", "kind"), [(100 << 20, "a safetensors checkpoint"), ((100 << 20) + 1, "a file of")])
+def test_the_longest_header_of_a_checkpoint(tmp_path: Path, size: int, kind: str) -> None:
+    (tmp_path / "file").write_bytes(size.to_bytes(8, "little") + b"{}")
+    assert f"looks like {kind}" in refusal(tmp_path / "file")
+
+
 @pytest.mark.parametrize(
     ("name", "member", "kind"),
     [
         ("model.pt2", "anything", "a PyTorch .pt2 package"),
         ("model.bin", "model/archive_format", "a PyTorch .pt2 package"),
+        ("model.bin", "archive_format", "a PyTorch .pt2 package"),
         ("model.pt", "model/data.pkl", "a PyTorch checkpoint"),
         ("photos.zip", "cat.png", "a zip"),
     ],

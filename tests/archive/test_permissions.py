@@ -252,6 +252,8 @@ def test_a_file_that_only_this_user_can_change(tmp_path: Path, stranger: Callabl
         allow(file, bits)
         with pytest.raises(UntrustedError, match="others may change it") as caught:
             read_protected(file, 5)
+        others = "everybody" if bits == 0o002 else f"group {os.getegid()}"
+        assert (caught.value.problems[0].where, caught.value.problems[0].here) == (str(file), others)
         assert os.system(caught.value.problems[0].hint.partition(",")[0]) == 0
         assert read_protected(file, 5) == b"12345"
     stranger(file)

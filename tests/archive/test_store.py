@@ -584,6 +584,13 @@ def test_a_discarded_first_save_leaves_nothing(tmp_path: Path) -> None:
     assert tree(tmp_path) == set()
 
 
+def test_a_discarded_first_save_of_which_something_is_gone_leaves_nothing(tmp_path: Path) -> None:
+    archive = Archive.create(tmp_path / "a" / "archive")
+    (tmp_path / "a" / "archive" / "oci-layout").unlink()
+    archive.discard()
+    assert tree(tmp_path) == set()
+
+
 def test_a_discarded_save_into_an_empty_directory_leaves_it_empty(tmp_path: Path) -> None:
     archive = Archive.create(tmp_path)
     archive.put_blob(b"some content", oci.OBJECT_TYPE)
