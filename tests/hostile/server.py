@@ -34,7 +34,8 @@ def watch(events: list[list[Any]]) -> None:
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open":
             path, _, flags = arguments
-            if isinstance(flags, int) and flags & WRITING:
+            opens_a_file = not isinstance(path, int)  # and is no other way to use a descriptor that is open already
+            if opens_a_file and isinstance(flags, int) and flags & WRITING:
                 events.append([event, str(path), flags])
         elif event.startswith(NEVER):
             events.append([event, *(str(argument)[:200] for argument in arguments)])

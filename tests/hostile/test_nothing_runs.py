@@ -145,16 +145,21 @@ def misdeeds(events: list[Event], archive: Path) -> Iterator[Event]:
         if event.name.startswith(FORBIDDEN):
             yield event
         elif event.name == "open":
-            flags = event.arguments[2]
-            if isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND):
+            path, _, flags = event.arguments
+            opens_a_file = not isinstance(path, int)  # and is no other way to use a descriptor that is open already
+            if (
+                opens_a_file
+                and isinstance(flags, int)
+                and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+            ):
                 yield event
         elif event.name in ("exec", "compile"):
             file = str(event.arguments[-1])
             if not (of_a_module(file) or generated(file, event.files)):
                 yield event
         elif event.name == "import":
-            name, path = (str(argument) for argument in event.arguments[:2])
-            if name.partition(".")[0] in FOREIGN or path.startswith(str(archive)):
+            name, origin = (str(argument) for argument in event.arguments[:2])
+            if name.partition(".")[0] in FOREIGN or origin.startswith(str(archive)):
                 yield event
 
 
