@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from graphpack.backends.cuda import relay
 from graphpack.backends.cuda.host import HostPages
 from graphpack.backends.cuda.relay import Relay, relay_pages
 from graphpack.errors import StorageError
 from graphpack.graph import Region, TensorSpec
-from graphpack.identity import weights
 from graphpack.identity.weights import hash_weights
 from graphpack.models.weights import StoredTensor, WeightFile, WeightSource
 from tests.backends.cuda.fake_driver import MIB, FakeDriver
@@ -54,17 +54,17 @@ def regions(**dtypes: str) -> list[Region]:
 def test_what_arrives_is_what_was_hashed(
     driver: FakeDriver, source: WeightSource, threads: int, made: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "hashing_threads", lambda: threads)
-    relay = Relay(driver, 1, regions(), ADDRESSES, source, relay_pages() if made else None)
-    found = hash_weights(source, threads=threads, carriers=relay.carrier)
+    monkeypatch.setattr(relay, "hashing_threads", lambda: threads)
+    made_relay = Relay(driver, 1, regions(), ADDRESSES, source, relay_pages() if made else None)
+    found = hash_weights(source, threads=threads, carriers=made_relay.carrier)
     assert found == hash_weights(source)
     for name, address in ADDRESSES.items():
         stored = source.tensors[source.aliases.get(name, name)]
         there = bytearray(stored.bytes)
         source.read_into(stored.file, stored.offset, memoryview(there))
         assert driver.read(address, stored.bytes) == there, name
-    relay.close()
-    relay.close()
+    made_relay.close()
+    made_relay.close()
     assert {name: driver.held().get(name, 0) for name in ("locked", "streams", "events")} == {
         "locked": 0,
         "streams": 0,
@@ -74,9 +74,9 @@ def test_what_arrives_is_what_was_hashed(
 
 def test_a_tensor_of_another_dtype_is_hashed_and_stays(driver: FakeDriver, source: WeightSource) -> None:
     before = driver.read(ADDRESSES["d"], MIB)
-    relay = Relay(driver, 1, regions(d="int8"), ADDRESSES, source, None)
-    assert hash_weights(source, carriers=relay.carrier) == hash_weights(source)
-    relay.close()
+    made = Relay(driver, 1, regions(d="int8"), ADDRESSES, source, None)
+    assert hash_weights(source, carriers=made.carrier) == hash_weights(source)
+    made.close()
     assert driver.read(ADDRESSES["d"], MIB) == before
     assert hashlib.sha256(driver.read(ADDRESSES["b"], SIZES["b"])).digest() != hashlib.sha256(before).digest()
 
@@ -88,9 +88,9 @@ def test_a_file_that_cannot_be_read_leaves_nothing(
         raise StorageError("cannot read: Input/output error")
 
     monkeypatch.setattr(source, "read_into", fails)
-    relay = Relay(driver, 1, regions(), ADDRESSES, source, HostPages(64 * MIB))
+    made = Relay(driver, 1, regions(), ADDRESSES, source, HostPages(64 * MIB))
     with pytest.raises(StorageError):
-        hash_weights(source, carriers=relay.carrier)
-    relay.close()
+        hash_weights(source, carriers=made.carrier)
+    made.close()
     assert not driver.streams
     assert not driver.locked
