@@ -37,6 +37,7 @@ EXPANSION_LIMIT = 256
 """Bytes of content for each byte of a blob. Kernel images reach 78; zstd itself would go to 32,000."""
 WINDOW_LIMIT = 8 << 20
 _RAW_BLOCK = 128 << 10
+_COMPARED = 1 << 20
 COMPRESSION_LEVEL = 9
 
 
@@ -178,9 +179,17 @@ def unpack(data: bytes, where: str, limit: int = RECORD_LIMIT, *, start: int = 0
         packer.pack(value)
     except (ValueError, RecursionError) as error:
         raise corrupt(where, f"not valid msgpack ({_reason(error)})") from None
-    if packer.getbuffer() != payload:
+    if not _same(packer.getbuffer(), payload):
         raise corrupt(where, "not canonical msgpack")
     return value
+
+
+def _same(one: memoryview, other: memoryview) -> bool:
+    """Views are compared number by number, byte strings at once; a copy of all is more memory than there may be."""
+    starts = range(0, len(one), _COMPARED)
+    return len(one) == len(other) and all(
+        bytes(one[start : start + _COMPARED]) == bytes(other[start : start + _COMPARED]) for start in starts
+    )
 
 
 class _Count:
