@@ -305,6 +305,16 @@ def test_a_record_too_large_to_write() -> None:
         frame_record({**PLAIN, "x": "x" * codec.RECORD_LIMIT})
 
 
+def test_the_largest_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = frame_record(PLAIN)
+    monkeypatch.setattr(codec, "RECORD_LIMIT", len(data))
+    assert frame_record(PLAIN) == data
+    assert unframe_record(data, "FILE") == PLAIN
+    monkeypatch.setattr(codec, "RECORD_LIMIT", len(data) - 1)
+    with pytest.raises(ValueError, match="limit"):
+        frame_record(PLAIN)
+
+
 # --- zstd
 
 
@@ -339,6 +349,22 @@ def test_what_compresses_further_than_a_reader_takes_is_stored(monkeypatch: pyte
         assert decompress(data, size, "FILE") == content
         small = zstandard.ZstdCompressor(write_checksum=True).compress(content)
         assert "for each" in refused(decompress, small, size, "FILE")
+
+
+def test_what_is_stored_is_in_blocks_that_every_reader_takes() -> None:
+    """RFC 8878, 3.1.1.2.4: at most 128 KiB each."""
+    data = compress(bytes(300 << 10))
+    position = zstandard.frame_header_size(data)
+    sizes = []
+    last = False
+    while not last:
+        header = int.from_bytes(data[position : position + 3], "little")
+        last, kind, size = bool(header & 1), header >> 1 & 3, header >> 3
+        assert kind == 0
+        sizes.append(size)
+        position += 3 + size
+    assert sizes == [128 << 10, 128 << 10, 44 << 10]
+    assert position + 4 == len(data)
 
 
 def test_the_limit_of_expansion_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -380,6 +380,20 @@ def test_a_blob_that_is_not_the_writers_to_touch_is_written_again(
     writer.discard()
 
 
+def test_only_what_is_there_and_ours_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "blob").write_bytes(b"content")
+    (tmp_path / "link").symlink_to("blob")
+    os.utime(tmp_path / "blob", (LONG_AGO, LONG_AGO))
+    assert not files.renew(tmp_path / "nothing")
+    assert not files.renew(tmp_path / "link")
+    monkeypatch.setattr(os, "fsync", lambda descriptor: os.read(descriptor, -1))
+    assert not files.renew(tmp_path / "blob")
+    monkeypatch.undo()
+    os.utime(tmp_path / "blob", (LONG_AGO, LONG_AGO))
+    assert files.renew(tmp_path / "blob")
+    assert time.time() - (tmp_path / "blob").stat().st_mtime < 3600
+
+
 def test_a_blob_found_in_place_is_synced(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another tool may have copied it here."""
     synced = []

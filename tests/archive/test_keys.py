@@ -132,6 +132,7 @@ def test_files_that_are_no_public_key(key: Path, tmp_path: Path) -> None:
         good + good,
         good.replace(b"M", b"%", 1),
         good.replace(b"MCow", b"MCox"),
+        good.replace(b"=\n", b"====\n"),
         good[:-40] + good[-30:],
         other.public_bytes(PEM, serialization.PublicFormat.SubjectPublicKeyInfo),
     ):

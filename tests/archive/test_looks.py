@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import tarfile
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from graphpack.archive.looks import looks_like
 from graphpack.archive.store import Archive
-from graphpack.errors import NotFoundError
+from graphpack.errors import NotFoundError, StorageError
 from tests.archive.build import make_archive
 
 FILES = {
@@ -97,6 +99,15 @@ def test_nothing(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for path in (tmp_path / "nowhere", tmp_path / "link", tmp_path / "file" / "below"):
         assert "there is no such file or directory" in refusal(path)
+
+
+def test_a_path_that_the_system_cannot_look_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, **options: bool) -> os.stat_result:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(StorageError, match="Input/output error"):
+        looks_like(tmp_path)
 
 
 def test_things_that_are_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

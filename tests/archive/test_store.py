@@ -737,6 +737,19 @@ def test_the_order_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert log[-2:] == ["rename index.json", "sync archi"]
 
 
+def test_a_first_commit_syncs_all_that_leads_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier save may have made the folders, and been killed before it synced them."""
+    path = tmp_path / "a" / "archive"
+    Archive.create(path)
+    synced: list[Path] = []
+    monkeypatch.setattr(files, "sync_folder", synced.append)
+    writer = make_archive(path)
+    assert {*(path, path / "blobs", path / "blobs" / "sha256"), *path.parents} <= set(synced)
+    synced.clear()
+    writer.commit(writer.put_entry(make_record("second")), "second")
+    assert path.parent not in synced
+
+
 def test_what_is_too_large_to_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive = Archive.create(tmp_path / "archive")
     monkeypatch.setattr(codec, "CONTENT_LIMIT", 8)
