@@ -34,7 +34,7 @@ def model(restored: RestoredModel) -> RestoredModel:
 
 
 def test_two_hundred_random_steps(model: RestoredModel) -> None:
-    service = Service(model, seed=5)
+    service = Service(model, 5, lambda: Eager(slots=2, seq_len=SEQ_LENS[-1]))
     service.run(200)
     assert {*service.seen} == {Bucket(batch, seq) for batch in BATCH_SIZES for seq in SEQ_LENS}
     assert {*service.batches} == {*range(1, 9)}
