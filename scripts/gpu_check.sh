@@ -7,6 +7,7 @@
 # pieces           capture tiny-qwen3 and encode it, step by step, in one process
 # smoke            save tiny-qwen3 (moved and poisoned in its proof), restore it in a fresh process
 # tests            refusals, relocation, two archives, leaks, the engine example
+# dispatch         rows that come and go over eight buckets, and the fallback to the model itself
 # compile          the smoke stage for torch.compile's kernels, with empty caches
 # archives         the two small archives for tests/archives, as one tar file
 # gap              which operation of an eager step slows every later replay down (after bench quick)
@@ -60,6 +61,7 @@ while [ "$#" -gt 0 ]; do
         pieces) stage pieces 60 "$PYTHON" scripts/gpu/pieces.py ;;
         smoke) stage smoke 150 "$PYTHON" scripts/gpu/smoke.py ;;
         tests) stage tests 300 "$PYTHON" scripts/gpu/checks.py ;;
+        dispatch) stage dispatch 300 "$PYTHON" scripts/gpu/dispatch.py ;;
         compile) stage compile 240 "$PYTHON" scripts/gpu/smoke.py --compile ;;
         archives) stage archives 240 "$PYTHON" scripts/gpu/archives.py ;;
         gap) stage gap 240 "$PYTHON" scripts/gpu/gap.py ;;

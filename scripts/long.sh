@@ -2,9 +2,9 @@
 # The longer tier, by what it tries:
 #
 #     bash scripts/long.sh [FOLDER]     real weights: makes SmolLM2-135M, saves it for three batch sizes, proves the
-#                                       restore, and compares logits and greedy tokens with transformers. About ten
-#                                       minutes on two cores; downloads 93 MB. FOLDER keeps the checkpoint and the
-#                                       archive for the next run.
+#                                       restore, and compares logits, greedy tokens and what generate gives with
+#                                       transformers. About a quarter of an hour on two cores; downloads 93 MB. FOLDER
+#                                       keeps the checkpoint and the archive for the next run.
 #     bash scripts/long.sh soak         kills, failing calls, power cuts and storms of processes, in larger numbers than
 #                                       the tests have. About twenty minutes.
 #     bash scripts/long.sh fuzz         five million inputs for what reads bytes from outside. Most of an hour on two
@@ -28,4 +28,5 @@ mkdir -p "$folder"
 graphpack save "$folder/smollm2" "$folder/archive" --replace --batch-sizes 1,2,4 --seq-lens 256
 graphpack load "$folder/archive" --weights "$folder/smollm2" --verify
 python scripts/check_real_weights.py "$folder/smollm2" "$folder/archive"
+python scripts/check_generate.py "$folder/smollm2" "$folder/archive"
 python scripts/bench_coldstart.py "$folder/smollm2" "$folder/archive" --runs 3
