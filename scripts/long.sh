@@ -9,6 +9,8 @@
 #                                       the tests have. About twenty minutes.
 #     bash scripts/long.sh fuzz         five million inputs for what reads bytes from outside. Most of an hour on two
 #                                       cores; docs/benchmarks/fuzzing.md has a result.
+#     bash scripts/long.sh mutants      150 mutants of what decides about an archive, of which the tests have to notice
+#                                       80 %. About ten minutes; docs/benchmarks/mutation.md has a result of more.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/setup.sh test
@@ -18,6 +20,9 @@ if [ "${1:-}" = soak ]; then
 fi
 if [ "${1:-}" = fuzz ]; then
     exec python scripts/fuzz.py all --inputs 5000000 --processes 2
+fi
+if [ "${1:-}" = mutants ]; then
+    exec python scripts/mutate.py "$(mktemp -d)/mutants.jsonl" --sample 150
 fi
 
 folder="${1:-$(mktemp -d)}"
