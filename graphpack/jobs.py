@@ -63,7 +63,7 @@ def run_all(
                 running.remove(job)
                 ended(job.name, job.end())
     except BaseException as error:
-        _stop(running, error.number if isinstance(error, Interrupted) else signal.SIGTERM, said)
+        _stop(running, error.number if isinstance(error, Interrupted) else signal.SIGTERM)
         raise
 
 
@@ -142,12 +142,12 @@ def _listen(running: Sequence[_Job], said: Callable[[str, str], None]) -> Iterat
     yield from (job for job in ended if job not in busy or not job.pipes())
 
 
-def _stop(running: Sequence[_Job], number: int, said: Callable[[str, str], None]) -> None:
+def _stop(running: Sequence[_Job], number: int) -> None:
     for job in running:
         job.kill(number)
     left, deadline = list(running), time.monotonic() + GRACE
     while left and time.monotonic() < deadline:
-        for job in _listen(left, said):
+        for job in _listen(left, lambda *_: None):
             left.remove(job)
             job.end()
     for job in left:

@@ -216,5 +216,5 @@ def _answer(job: Ended) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(job.output)
     except ValueError:
         message = f"the process that saves it died with status {job.status}"
-        return {"error": GraphpackError(message, [Problem("stderr", here=job.last_words)]).as_dict()}
+        return {"error": GraphpackError(message, [Problem("stderr", here=job.last_words.strip())]).as_dict()}
     return answer

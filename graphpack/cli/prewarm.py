@@ -66,7 +66,14 @@ def _table(rows: Sequence[PrewarmedModel]) -> list[str]:
     from graphpack import report
 
     cells = [
-        (row.name, row.action, row.graphs, report.size(row.bytes_written), f"{row.seconds:.2f} s", _why(row))
+        (
+            row.name,
+            row.action,
+            row.graphs or "-",
+            report.size(row.bytes_written) if row.bytes_written else "-",
+            f"{row.seconds:.2f} s",
+            _why(row),
+        )
         for row in rows
     ]
     return report.columns([("model", "action", "graphs", "written", "seconds", "why"), *cells])
