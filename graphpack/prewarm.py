@@ -1,7 +1,7 @@
 """Every configured model in the archive: what is missing or stale is saved, each by a process of its own.
 
-Whether an entry is up to date is decided here and without torch, where that can be: for models on a cpu. What is not
-certain, `save` decides, which does nothing either for what is up to date.
+Whether an entry is up to date is decided here, without torch. If it does not seem to be, `save` decides again, which
+knows for certain and does nothing either for what is up to date.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from graphpack import logs
 from graphpack.archive.store import Archive, Entry
-from graphpack.backends import capturing
+from graphpack.backends import expected
 from graphpack.configuration.config import Config, save_options
 from graphpack.errors import (
     CorruptArchiveError,
@@ -122,12 +122,12 @@ class _Prewarming:
         )
 
     def _judge(self, request: SaveRequest, archive: Archive, entry: Entry) -> _Verdict:
-        if request.device != "cpu" or PRECISION_VARIABLE in os.environ:
+        if PRECISION_VARIABLE in os.environ:
             return _Verdict(fresh=False)
-        backend, model = capturing(request), resolve(request.model)
-        environment = backend.environment(backend.host())
+        environment, cpu_isa = expected(request)
+        model = resolve(request.model)
         # First as if the weights were the archived ones: they need not be read to find that something else differs.
-        new = wanted(request, model, entry.record.weights, environment, backend.cpu_isa)
+        new = wanted(request, model, entry.record.weights, environment, cpu_isa)
         why = stale(entry.record, new)
         if not why:
             with model.open_weights() as source:

@@ -187,6 +187,17 @@ def capturing(request: SaveRequest) -> Capturing:
     return made
 
 
+def expected(request: SaveRequest) -> tuple[Environment, str | None]:
+    """What an entry captured now for `request` will need, and the instruction set of its code. Imports no torch.
+
+    Raises as `capturing`.
+    """
+    name = request.device.partition(":")[0]
+    _check_name(name)
+    found: tuple[Environment, str | None] = import_module(f"graphpack.backends.{name}.capturing").expected(request)
+    return found
+
+
 def backend(name: str) -> Backend:
     """The restoring half of a backend. Never imports torch."""
     _check_name(name)

@@ -7,6 +7,7 @@ standard directories.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import mmap
 import os
@@ -90,6 +91,39 @@ def read_host(cuda: CudaDevice | None = None) -> Host:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaSoftware:
+    """What torch uses on a device, as its packages tell, in the form in which torch tells it; empty for what is not
+    there."""
+
+    runtime: str
+    cublas: str
+    cudnn: str
+    triton: str
+
+
+def read_cuda_software() -> CudaSoftware:
+    runtime = _version_line(_package("torch"), "cuda")
+    cudnn = package_version(f"nvidia-cudnn-cu{runtime.partition('.')[0]}").split(".")
+    return CudaSoftware(
+        runtime=runtime,
+        cublas=package_version("nvidia-cublas", "nvidia-cublas-cu12"),
+        # cuDNN counts its versions in one number: 9.19.0 is 91900.
+        cudnn=str(int(cudnn[0]) * 10_000 + int(cudnn[1]) * 100 + int(cudnn[2])) if len(cudnn) > 2 else "",
+        triton=package_version("triton"),
+    )
+
+
+def package_version(*packages: str) -> str:
+    """The version of the first of some packages that is installed; empty without."""
+    for package in packages:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
 def torch_library_directory() -> Path | None:
     """The directory of libtorch_cpu, found without importing torch; None without torch."""
     torch = _package("torch")
@@ -111,7 +145,7 @@ def _version_line(package: Path | None, variable: str) -> str:
         return ""
     with path.open(encoding="utf-8", errors="replace") as file:
         text = file.read(_TEXT_LIMIT)
-    match = re.search(rf"^{variable}(?:: *\w+)? *= *(['\"])([\w.+-]{{1,100}})\1 *$", text, re.MULTILINE)
+    match = re.search(rf"^{variable}(?:: *[\w\[\]]+)? *= *(['\"])([\w.+-]{{1,100}})\1 *$", text, re.MULTILINE)
     return match[2] if match else ""
 
 

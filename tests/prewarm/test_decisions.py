@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,18 +15,29 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from graphpack import GraphpackError, NotFoundError, StorageError, UsageError, freshness, prewarm
+from graphpack import (
+    EnvironmentMismatchError,
+    GraphpackError,
+    NotFoundError,
+    StorageError,
+    UsageError,
+    freshness,
+    prewarm,
+)
 from graphpack.configuration.config import Config, read_config
 from graphpack.configuration.environment import Environment
 from graphpack.configuration.keys import ModelConfig
 from graphpack.errors import Problem
+from graphpack.identity.environment import CudaDevice, CudaSoftware, read_host
 from graphpack.results import PrewarmedModel, SaveRequest, SilentObserver
+from tests.capture.saved import record_of
 from tests.cli import fakes
 from tests.cli.conftest import Outcome, Run, fake, run  # noqa: F401 - fixtures
 from tests.models.checkpoints import llama_tensors, write_config
 from tests.prewarm import fleet
 from tests.prewarm.fleet import FILE, GOOD, PAIRS, SMALL, copy
 
+COMPILED = Path(__file__).parents[1] / "archives" / "cuda-compiled-1.0"
 SAVED = {"action": "saved", "graphs": [{}, {}], "bytes_written": 1000}
 REFUSED = {"error": {"code": 9, "kind": "capture-refused", "message": "it draws random numbers", "problems": []}}
 
@@ -185,10 +197,42 @@ def test_weights_are_not_read_where_something_else_differs(
     assert rows_of(folder)["qwen3"].why != ()
 
 
-def test_another_device_is_for_save_to_judge(prewarmed: Path, tmp_path: Path, asked: dict[str, SaveRequest]) -> None:
-    folder = copy(prewarmed, tmp_path / "fleet", {"qwen3": {**SMALL, "device": "cuda"}})
-    assert rows_of(folder)["qwen3"].why == ()
-    assert asked["qwen3"].device == "cuda"
+def test_a_device_that_is_not_here(prewarmed: Path, tmp_path: Path, asked: dict[str, SaveRequest]) -> None:
+    def no_driver(request: SaveRequest) -> None:
+        raise EnvironmentMismatchError("no such CUDA device")
+
+    folder = copy(prewarmed, tmp_path / "fleet", {"qwen3": {**SMALL, "device": "cuda"}, "new": SMALL})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prewarm, "expected", no_driver)
+        rows = rows_of(folder)
+    assert (rows["qwen3"].action, str(rows["qwen3"].error)) == ("failed", "no such CUDA device")
+    assert asked.keys() == {"new"}
+
+
+def test_entries_of_a_device_are_judged_without_torch(
+    tmp_path: Path, asked: dict[str, SaveRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The archive was saved by another version of the models' code, which may differ; nothing else does."""
+    record = record_of(COMPILED)
+    cuda = record.environment.cuda
+    assert cuda is not None
+    device = CudaDevice(
+        name="H200", capability=cuda.capability, sm_count=cuda.sm_count, driver_cuda="13.0", memory_bytes=1
+    )
+    here = replace(read_host(device), torch=record.environment.torch)
+    software = CudaSoftware(runtime=cuda.runtime, cublas=cuda.cublas, cudnn=cuda.cudnn, triton=cuda.triton)
+    monkeypatch.setattr("graphpack.backends.cuda.device.read_device", lambda index: device)
+    monkeypatch.setattr("graphpack.backends.cuda.capturing.read_host", lambda device: here)
+    monkeypatch.setattr("graphpack.backends.cuda.capturing.read_cuda_software", lambda: software)
+    shutil.copytree(COMPILED, tmp_path / "archive")
+    settings = {"device": "cuda", "compile": True, "batch_sizes": [1, 2], "seq_len_buckets": [64]}
+    fleet.configure(tmp_path, {record.entry.name: settings})
+    (row,) = rows_of(tmp_path).values()
+    assert {problem.where for problem in row.why} <= {"model.code"}
+    software = replace(software, cudnn="91901")
+    monkeypatch.setattr("graphpack.backends.cuda.capturing.read_cuda_software", lambda: software)
+    (row,) = rows_of(tmp_path).values()
+    assert "environment.cuda.cudnn" in {problem.where for problem in row.why}
 
 
 def test_a_state_of_torch_that_is_not_the_usual_one_is_for_save_to_judge(

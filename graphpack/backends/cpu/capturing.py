@@ -24,6 +24,12 @@ def make(request: SaveRequest) -> CpuCapturing:
     return CpuCapturing(request.cpu_isa)
 
 
+def expected(request: SaveRequest) -> tuple[Environment, str | None]:
+    """See `graphpack.backends.expected`."""
+    made = make(request)
+    return made.environment(made.host()), made.cpu_isa
+
+
 class CpuCapturing:
     """See `graphpack.backends.Capturing`."""
 

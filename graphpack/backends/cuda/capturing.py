@@ -2,26 +2,57 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-from importlib.metadata import PackageNotFoundError
+from dataclasses import replace
 
 from graphpack.archive.record import CudaEnvironment, Environment, Settings, Weights
 from graphpack.backends import Captured, CapturedEntry
 from graphpack.backends.cuda.listener import listener
 from graphpack.errors import EnvironmentMismatchError, Problem, UsageError
 from graphpack.identity.digests import settings_digest
-from graphpack.identity.environment import Host, read_host
+from graphpack.identity.environment import CudaDevice, CudaSoftware, Host, read_cuda_software, read_host
 from graphpack.models.registry import ResolvedModel
 from graphpack.models.weights import WeightSource
 from graphpack.results import SaveRequest
 
 
 def make(request: SaveRequest) -> CudaCapturing:
+    return CudaCapturing(_index(request))
+
+
+def expected(request: SaveRequest) -> tuple[Environment, str | None]:
+    """See `graphpack.backends.expected`: what torch would tell, as far as its packages do."""
+    from graphpack.backends.cuda.device import read_device
+
+    device = read_device(_index(request))
+    return _environment(read_host(device), device, read_cuda_software()), None
+
+
+def _index(request: SaveRequest) -> int:
     if request.cpu_isa is not None:
         problem = Problem("--cpu-isa", "cpu", request.device, "leave it out")
         raise UsageError("--cpu-isa is for objects on cpu", [problem])
-    index = request.device.partition(":")[2]
-    return CudaCapturing(int(index or 0))
+    return int(request.device.partition(":")[2] or 0)
+
+
+def _environment(host: Host, device: CudaDevice, software: CudaSoftware) -> Environment:
+    if host.torch is None:
+        raise EnvironmentMismatchError("save needs torch", [Problem("torch", "", "not installed")])
+    return Environment(
+        device_type="cuda",
+        machine=host.machine,
+        cpu_features=(),
+        symbol_versions=(),
+        torch=host.torch,
+        cuda=CudaEnvironment(
+            capability=device.capability,
+            sm_count=device.sm_count,
+            driver_cuda=software.runtime,
+            runtime=software.runtime,
+            cublas=software.cublas,
+            cudnn=software.cudnn,
+            triton=software.triton,
+        ),
+    )
 
 
 class CudaCapturing:
@@ -40,30 +71,17 @@ class CudaCapturing:
         return read_host(self._device)
 
     def environment(self, host: Host) -> Environment:
-        if host.torch is None:
-            raise EnvironmentMismatchError("save needs torch", [Problem("torch", "", "not installed")])
-        import torch
+        software = read_cuda_software()
+        if host.torch is not None:
+            import torch
 
-        if torch.version.cuda is None:
-            hint = "install a torch build with CUDA"
-            problem = Problem("torch", "a build with CUDA", torch.__version__, hint)
-            raise EnvironmentMismatchError("this torch cannot capture on cuda", [problem])
-        return Environment(
-            device_type="cuda",
-            machine=host.machine,
-            cpu_features=(),
-            symbol_versions=(),
-            torch=host.torch,
-            cuda=CudaEnvironment(
-                capability=self._device.capability,
-                sm_count=self._device.sm_count,
-                driver_cuda=torch.version.cuda,
-                runtime=torch.version.cuda,
-                cublas=_version("nvidia-cublas", "nvidia-cublas-cu12"),
-                cudnn=str(torch.backends.cudnn.version() or ""),  # type: ignore[no-untyped-call]
-                triton=_version("triton"),
-            ),
-        )
+            if torch.version.cuda is None:
+                hint = "install a torch build with CUDA"
+                problem = Problem("torch", "a build with CUDA", torch.__version__, hint)
+                raise EnvironmentMismatchError("this torch cannot capture on cuda", [problem])
+            cudnn = str(torch.backends.cudnn.version() or "")  # type: ignore[no-untyped-call]
+            software = replace(software, runtime=torch.version.cuda, cudnn=cudnn)
+        return _environment(host, self._device, software)
 
     def capture(
         self,
@@ -92,13 +110,3 @@ class CudaCapturing:
             tensors.restore()
             recorder.close()
         return found
-
-
-def _version(*packages: str) -> str:
-    """The version of the first of some packages that is installed; empty without."""
-    for package in packages:
-        try:
-            return importlib.metadata.version(package)
-        except PackageNotFoundError:
-            continue
-    return ""
