@@ -56,5 +56,4 @@ def choose(logits: np.ndarray, sampling: Sampling, generator: np.random.Generato
     reached = np.cumsum(np.exp(scaled[order]))
     kept = 1 + int(np.searchsorted(reached, sampling.top_p * reached[-1]))
     reached = reached[:kept]
-    place = int(np.searchsorted(reached, generator.random() * reached[-1], side="right"))
-    return int(order[min(place, len(reached) - 1)])
+    return int(order[np.searchsorted(reached, generator.random() * reached[-1], side="right")])

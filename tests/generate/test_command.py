@@ -87,7 +87,7 @@ def test_the_text_comes_while_it_is_made(
 
     monkeypatch.setattr("graphpack.generate.choose", watched)
     rest = generate().out
-    assert len([piece for piece in seen if piece]) > 5
+    assert len([piece for piece in seen if piece]) >= 4
     assert not seen[0]
     monkeypatch.undo()
     assert "".join(seen) + rest == generate().out

@@ -80,15 +80,37 @@ def test_the_same_seed_draws_the_same_and_another_does_not() -> None:
     assert text(7) == text(7) != text(8)
 
 
-@pytest.mark.parametrize(("drawn", "token"), [(0.0, 3), (np.nextafter(1.0, 0), 4)])
-def test_the_first_and_the_last_random_number_there_are(drawn: float, token: int) -> None:
-    class Fixed:
-        def random(self) -> float:
-            return drawn
+class Fixed:
+    """Gives one number again and again."""
 
-    for scale in (1.0, 1e-3, 1e3):
-        logits = LOGITS * np.float32(scale) if scale < 1 else LOGITS
-        assert choose(logits, Sampling(temperature=1.0), cast("np.random.Generator", Fixed())) == token
+    def __init__(self, number: float) -> None:
+        self.number = number
+
+    def random(self) -> float:
+        return self.number
+
+
+def drawn(number: float, logits: np.ndarray, **settings: Any) -> int:
+    return choose(logits, Sampling(temperature=1.0, **settings), cast("np.random.Generator", Fixed(number)))
+
+
+LAST = float(np.nextafter(1.0, 0))
+
+
+def test_the_first_and_the_last_random_number_there_are() -> None:
+    assert drawn(0.0, LOGITS) == 3
+    assert drawn(LAST, LOGITS) == 4
+    random = np.random.default_rng(1)
+    for count in range(1, 400):
+        logits = random.standard_normal(count).astype(np.float32)
+        assert drawn(LAST, logits) == int(np.argsort(-logits, kind="stable")[-1])
+        assert drawn(LAST, np.append(logits, np.float32(-np.inf))) < count
+
+
+def test_a_number_between_two_tokens_is_the_second_ones() -> None:
+    equal = np.zeros(4, np.float32)
+    assert [drawn(number, equal) for number in (0.0, 0.25, 0.5, 0.75)] == [0, 1, 2, 3]
+    assert [drawn(number, equal, top_p=0.5) for number in (0.0, 0.5, LAST)] == [0, 1, 1]
 
 
 def test_tokens_that_cannot_be_are_never_drawn() -> None:

@@ -20,7 +20,7 @@ def byte_level() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400,
+        vocab_size=280,
         special_tokens=[END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -43,12 +43,14 @@ def metaspace() -> Tokenizer:
         ]
     )
     special = ["<unk>", "<s>", END, *(f"<0x{byte:02X}>" for byte in range(256))]
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=340, special_tokens=special, show_progress=False)
+    # Words are told apart only while they are learned.
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
     tokenizer.train_from_iterator(SENTENCES[:2], trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
     )
     # Trainers have no way to put tokens into a vocabulary but as special ones, which decoding leaves out.
-    content = json.loads(tokenizer.to_str())
+    content = json.loads(tokenizer.to_str()) | {"pre_tokenizer": None}
     content["added_tokens"] = [token for token in content["added_tokens"] if not token["content"].startswith("<0x")]
     return Tokenizer.from_str(json.dumps(content))
