@@ -18,7 +18,7 @@ from graphpack.errors import GraphpackError
 from tests.archive.build import read_index
 from tests.archive.faults import scenarios
 from tests.archive.faults.scenarios import Act, Scenario, State
-from tests.archive.faults.tracer import Tracee, stay_on_this_processor
+from tests.archive.faults.tracer import Tracee, stay_on_one_processor
 
 Tree = dict[str, bytes | None]
 """The files below a folder by path, directories as None."""
@@ -48,8 +48,8 @@ def read_tree(folder: Path) -> Tree:
 
 
 def shape(tree: Tree) -> Shape:
-    """What matters of a tree: the names of temporary files are random."""
-    return tuple(sorted((name.partition(".tmp-")[0], data or b"") for name, data in tree.items()))
+    """What matters of a tree: the names of temporary files are random, and one more of the same is no other state."""
+    return tuple(sorted({(name.partition(".tmp-")[0], data or b"") for name, data in tree.items()}))
 
 
 def write_tree(folder: Path, tree: Tree) -> None:
@@ -168,10 +168,10 @@ def main(*disturbances: Callable[[Disturbed], Report]) -> None:
 
 def run(scenario: Scenario, *disturbances: Callable[[Disturbed], Report]) -> None:
     """The reports of disturbances of a scenario, as JSON."""
-    stay_on_this_processor()
-    disturbed = Disturbed(scenario)
-    try:
-        reports = [disturbance(disturbed) for disturbance in disturbances]
-    finally:
-        shutil.rmtree(disturbed.folder)
+    with stay_on_one_processor():
+        disturbed = Disturbed(scenario)
+        try:
+            reports = [disturbance(disturbed) for disturbance in disturbances]
+        finally:
+            shutil.rmtree(disturbed.folder)
     json.dump([asdict(report) for report in reports], sys.stdout)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 
 from tests.archive.faults import calls
@@ -57,9 +59,18 @@ def _ptrace(request: int, pid: int, data: object = None) -> None:
         raise OSError(ctypes.get_errno(), f"ptrace request {request}")
 
 
-def stay_on_this_processor() -> None:
-    """Tracer and child take turns, and a turn is four times as fast where both are on one processor."""
-    os.sched_setaffinity(0, {libc.sched_getcpu()})
+def stay_on_one_processor() -> socket.socket:
+    """Tracer and child take turns, and a turn is four times as fast where both are on one processor.
+
+    Each tracer takes another, for as long as it keeps what this gives.
+    """
+    claim = socket.socket(socket.AF_UNIX)
+    for processor in sorted(os.sched_getaffinity(0)):
+        with suppress(OSError):  # another tracer is on it
+            claim.bind(f"\0graphpack-tracer-{processor}")
+            os.sched_setaffinity(0, {processor})
+            break
+    return claim
 
 
 @dataclass(frozen=True)
