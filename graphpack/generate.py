@@ -23,7 +23,7 @@ OnToken = Callable[[int, int], None]
 OnFinish = Callable[[int, Continuation], None]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Row:
     """A text in progress. `position` is that of the next token to decode."""
 
