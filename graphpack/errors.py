@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,14 @@ class GraphpackError(Exception):
     """Base of every error graphpack raises on purpose.
 
     `code` is the process exit status and `kind` its name in JSON output; both are part of the command line's
-    contract. `message` is one sentence; `problems` hold the details. `entry` is the one it is about, where that is
-    known.
+    contract. `message` is one sentence; `problems` hold the details. `entry` and `bucket` are those it is about, where
+    that is known.
     """
 
     code = 1
     kind = "internal-error"
     entry: str | None = None
+    bucket: str | None = None
 
     def __init__(self, message: str, problems: Sequence[Problem] = ()) -> None:
         super().__init__(message)
@@ -54,6 +55,11 @@ class GraphpackError(Exception):
             if problem.hint:
                 lines.append(f"    -> {problem.hint}")
         return "\n".join(lines)
+
+    def about(self, entry: str, bucket: object = None) -> Self:
+        """This error, once it says what it is about."""
+        self.entry, self.bucket = entry, None if bucket is None else str(bucket)
+        return self
 
     def as_dict(self) -> dict[str, object]:
         """The `error` object of JSON output."""

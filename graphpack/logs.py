@@ -57,8 +57,9 @@ def again(entry: str, line: str) -> None:
 
 
 def refusal_fields(error: GraphpackError) -> dict[str, Any]:
+    about = {"entry": error.entry, "bucket": error.bucket}
     told = {key: value for key, value in error.as_dict().items() if key != "message"}
-    return told if error.entry is None else {"entry": error.entry, **told}
+    return {**{key: value for key, value in about.items() if value is not None}, **told}
 
 
 @contextmanager

@@ -114,7 +114,7 @@ class RestoredModel:
                 raise InputError(
                     f"no captured bucket fits {rows} rows up to position {length - 1} (policy {policy})",
                     [self._buckets_problem(f"{rows}x{length}")],
-                )
+                ).about(self.record.entry.name, f"{rows}x{length}")
             graph, executable = self._graphs[bucket]
             check_inputs([with_rows(spec, rows) for spec in graph.inputs], given, scratch_allowed=False)
             filled = {spec.name: padded(given[spec.name], spec, bucket.batch_size) for spec in graph.inputs}
@@ -130,7 +130,8 @@ class RestoredModel:
             here, last = f"{rows} rows up to position {length - 1}", graph.bucket.seq_len - 1
             hint = "save with larger --seq-lens or more --slots"
             problem = Problem("state", f"{self.slots} rows up to position {last}", here, hint)
-            raise InputError("the step needs more state than the entry has, with or without a graph", [problem])
+            error = InputError("the step needs more state than the entry has, with or without a graph", [problem])
+            raise error.about(self.record.entry.name, f"{rows}x{length}")
         check_inputs([with_rows(spec, rows) for spec in graph.inputs], given, scratch_allowed=False)
         if self._eager is None:
             self._eager = self._make_eager()

@@ -7,7 +7,6 @@ standard directories.
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import mmap
 import os
@@ -116,10 +115,12 @@ def read_cuda_software() -> CudaSoftware:
 
 def package_version(*packages: str) -> str:
     """The version of the first of some packages that is installed; empty without."""
+    from importlib import metadata  # takes 10 ms, and a load asks for none
+
     for package in packages:
         try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
             continue
     return ""
 

@@ -13,6 +13,7 @@ import pytest
 
 from graphpack import EnvironmentMismatchError, GraphpackError, NotFoundError, Problem, logs
 from graphpack.cli import logs as cli_logs
+from graphpack.errors import from_dict
 from tests.cli import fakes
 from tests.cli.conftest import Fake, Run
 
@@ -50,7 +51,7 @@ def test_the_schema_is_a_schema_and_has_the_fields_that_there_are() -> None:
 def test_the_document_names_fields_that_there_are() -> None:
     rows = re.findall(r"^\| (?!message|---)(.*) \|$", (DOCS / "logs.md").read_text(), re.MULTILINE)
     fields = {name for row in rows for name in re.findall("`([a-z]+)`", row.rpartition("|")[2])}
-    assert len(rows) == 5
+    assert len(rows) == 6
     assert fields == set(logs.FIELDS)
 
 
@@ -88,6 +89,52 @@ def test_a_refusal_has_its_kind_and_problems(capfd: pytest.CaptureFixture[str]) 
             "problems": [{"where": "models", "archived": "", "here": "a", "hint": ""}],
         }
     ]
+
+
+def test_a_refusal_has_the_entry_and_the_bucket_it_is_about(capfd: pytest.CaptureFixture[str]) -> None:
+    with cli_logs.to_stderr("json"):
+        logs.refusal(NotFoundError("no bucket").about("m", "5x300"))
+        logs.refusal(NotFoundError("no entry").about("m"))
+    first, second = lines(capfd.readouterr().err)
+    assert (first["entry"], first["bucket"]) == ("m", "5x300")
+    assert (second["entry"], second.get("bucket")) == ("m", None)
+
+
+def test_what_another_process_told_is_told_again(capfd: pytest.CaptureFixture[str]) -> None:
+    with cli_logs.to_stderr("json"):
+        logs.info("captured 2 decode graphs", entry="m", graphs=2, buckets=["1x16", "2x16"])
+        logs.warning("falls back", bucket="4x16")
+        logs.refusal(NotFoundError("who started it has this itself"))
+    told = capfd.readouterr().err
+    stray = ["printed by a compiler", "17", '{"level": "info"}', '{"level": "loud", "message": "x"}']
+    with cli_logs.to_stderr("json"):
+        for line in [*told.splitlines(), *stray]:
+            logs.again("m", line)
+    assert lines(capfd.readouterr().err) == [
+        {
+            "level": "info",
+            "message": "captured 2 decode graphs",
+            "entry": "m",
+            "graphs": 2,
+            "buckets": ["1x16", "2x16"],
+        },
+        {"level": "warning", "message": "falls back", "entry": "m", "bucket": "4x16"},
+        *({"level": "info", "message": line, "entry": "m"} for line in stray),
+    ]
+
+
+def test_of_a_bug_in_another_process_the_traceback_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    bug = GraphpackError("internal error: ZeroDivisionError: oops")
+    bug.__cause__ = ZeroDivisionError("oops")
+    with cli_logs.to_stderr("human"):
+        logs.again("m", cli_logs.failure(bug))
+    assert capfd.readouterr().err == "m: ZeroDivisionError: oops\n"
+
+
+def test_an_error_of_another_process_comes_back_with_its_code() -> None:
+    """Also one of a class that the library has not: a signal that stopped the process."""
+    described = {"code": 143, "kind": "terminated", "message": "stopped by SIGTERM", "problems": []}
+    assert from_dict(described).as_dict() == described
 
 
 def test_what_happens_meanwhile_is_about_an_entry() -> None:

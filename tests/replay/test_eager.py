@@ -120,6 +120,7 @@ def test_without_a_fallback_the_buckets_are_named(model: RestoredModel) -> None:
         f"no captured bucket fits 9 rows up to position 0 (policy pad)\n  bucket: archived {BUCKETS}, here 9x1\n"
         "    -> call with a captured size, or save with larger --batch-sizes/--seq-lens"
     )
+    assert (refusal.value.entry, refusal.value.bucket) == (model.record.entry.name, "9x1")
 
 
 @pytest.mark.parametrize(("rows", "position"), [(13, 0), (1, 64), (13, 64)])
@@ -131,6 +132,7 @@ def test_what_the_state_does_not_hold_cannot_run_eagerly_either(model: RestoredM
         f"  state: archived 12 rows up to position 63, here {rows} rows up to position {position}\n"
         "    -> save with larger --seq-lens or more --slots"
     )
+    assert (refusal.value.entry, refusal.value.bucket) == (model.record.entry.name, f"{rows}x{position + 1}")
     assert model.step([1] * 12, [63] * 12, fallback="eager").shape == (12, 512)
 
 
