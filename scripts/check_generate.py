@@ -1,17 +1,19 @@
 # ruff: noqa: T201
-"""`graphpack generate` on SmolLM2-135M against transformers: prompts of different lengths, alone and together.
+"""`graphpack generate` against transformers: prompts of different lengths, alone and together, greedy and drawn.
 
-    python scripts/check_generate.py CHECKPOINT ARCHIVE
+    python scripts/check_generate.py CHECKPOINT ARCHIVE [--prompt TEXT ...] [--tokens 64] [--begins TEXT]
 
-CHECKPOINT comes from scripts/make_smollm2.py, ARCHIVE from `graphpack save CHECKPOINT ARCHIVE`.
-Exits 1 on a difference.
+ARCHIVE comes from `graphpack save CHECKPOINT ARCHIVE`. `--begins` says how the first prompt is continued. Exits 1 on a
+difference.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 PROMPTS = (
@@ -21,34 +23,29 @@ PROMPTS = (
     "1, 1, 2, 3, 5, 8,",
     "Once upon a time, in a village between the mountains and the sea, there lived a clockmaker who",
 )
-NEW_TOKENS = 64
-BEGINNING = " Paris"
 
 
-def generated(checkpoint: str, archive: str, *arguments: str) -> dict[str, Any]:
+def generated(options: argparse.Namespace, prompts: Sequence[str], *arguments: str) -> dict[str, Any]:
     """What the program answers."""
-    command = [sys.executable, "-m", "graphpack", "generate", archive, "--weights", checkpoint, "--format", "json"]
-    command += ["--max-tokens", str(NEW_TOKENS), *arguments]
+    command = [sys.executable, "-m", "graphpack", "generate", options.archive, "--weights", options.checkpoint]
+    command += ["--format", "json", "--max-tokens", str(options.tokens), *arguments]
+    command += [word for prompt in prompts for word in ("--prompt", prompt)]
     answer: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     return answer
 
 
-def prompted(*prompts: str) -> list[str]:
-    return [word for prompt in prompts for word in ("--prompt", prompt)]
-
-
-def reference(checkpoint: str) -> list[list[int]]:
+def reference(options: argparse.Namespace, prompts: Sequence[str]) -> list[list[int]]:
     """The tokens that transformers gives for each prompt by itself."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
+    model: Any = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32)
     texts = []
-    for prompt in PROMPTS:
-        given = tokenizer(prompt, return_tensors="pt")
+    for prompt in prompts:
+        given = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         with torch.no_grad():
-            tokens = model.generate(**given, max_new_tokens=NEW_TOKENS, do_sample=False)[0].tolist()
+            tokens = model.generate(**given, max_new_tokens=options.tokens, do_sample=False)[0].tolist()
         texts.append(tokens[given["input_ids"].shape[1] :])
     return texts
 
@@ -60,11 +57,18 @@ def speed(answer: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    checkpoint, archive = sys.argv[1:]
-    alone = [generated(checkpoint, archive, *prompted(prompt)) for prompt in PROMPTS]
-    together = generated(checkpoint, archive, *prompted(*PROMPTS))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint")
+    parser.add_argument("archive")
+    parser.add_argument("--prompt", action="append", dest="prompts", metavar="TEXT")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--begins", default="", metavar="TEXT")
+    options = parser.parse_args()
+    prompts = options.prompts or PROMPTS
+    alone = [generated(options, [prompt]) for prompt in prompts]
+    together = generated(options, prompts)
     failed = False
-    rows = zip(PROMPTS, reference(checkpoint), alone, together["texts"], strict=True)
+    rows = zip(prompts, reference(options, prompts), alone, together["texts"], strict=True)
     for prompt, expected, answer, batched in rows:
         (single,) = answer["texts"]
         tokens = single["token_ids"]
@@ -75,11 +79,11 @@ def main() -> int:
         print(f"    {single['text']!r}")
     print(f"alone: {speed(alone[0])}")
     print(f"together: {speed(together)}")
-    if not alone[0]["texts"][0]["text"].startswith(BEGINNING):
+    if not alone[0]["texts"][0]["text"].startswith(options.begins):
         failed = True
-        print(f"the first text does NOT begin with {BEGINNING!r}")
-    drawn = ("--temperature", "0.8", "--top-p", "0.95", "--seed", "7", *prompted(PROMPTS[0]))
-    first, second = (generated(checkpoint, archive, *drawn)["texts"][0]["token_ids"] for _ in range(2))
+        print(f"the first text does NOT begin with {options.begins!r}")
+    drawn = ("--temperature", "0.8", "--top-p", "0.95", "--seed", "7")
+    first, second = (generated(options, prompts[:1], *drawn)["texts"][0]["token_ids"] for _ in range(2))
     if first != second:
         failed = True
         print("the same seed did NOT draw the same tokens")

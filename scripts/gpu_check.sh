@@ -10,6 +10,7 @@
 # dispatch         rows that come and go over eight buckets, and the fallback to the model itself
 # compile          the smoke stage for torch.compile's kernels, with empty caches
 # archives         the two small archives for tests/archives, as one tar file
+# throughput       decoded tokens a second beside eager and torch.compile (after bench compile)
 # gap              which operation of an eager step slows every later replay down (after bench quick)
 # upload MODEL     how fast weights reach the device, in each way
 # bench MODEL      save, restore and measure a big model: 0.6b, 1b, 8b, compile for 0.6b compiled, quick for four buckets
@@ -64,6 +65,7 @@ while [ "$#" -gt 0 ]; do
         dispatch) stage dispatch 300 "$PYTHON" scripts/gpu/dispatch.py ;;
         compile) stage compile 240 "$PYTHON" scripts/gpu/smoke.py --compile ;;
         archives) stage archives 240 "$PYTHON" scripts/gpu/archives.py ;;
+        throughput) stage throughput 150 "$PYTHON" scripts/gpu/throughput.py ;;
         gap) stage gap 240 "$PYTHON" scripts/gpu/gap.py ;;
         upload)
             stage "upload $2" 240 "$PYTHON" scripts/gpu/upload.py "$2"

@@ -33,5 +33,5 @@ mkdir -p "$folder"
 graphpack save "$folder/smollm2" "$folder/archive" --replace --batch-sizes 1,2,4 --seq-lens 256
 graphpack load "$folder/archive" --weights "$folder/smollm2" --verify
 python scripts/check_real_weights.py "$folder/smollm2" "$folder/archive"
-python scripts/check_generate.py "$folder/smollm2" "$folder/archive"
+python scripts/check_generate.py "$folder/smollm2" "$folder/archive" --begins " Paris"
 python scripts/bench_coldstart.py "$folder/smollm2" "$folder/archive" --runs 3
