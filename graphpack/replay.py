@@ -6,7 +6,7 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -19,7 +19,7 @@ from graphpack.dispatch import FALLBACKS, POLICIES, check_choice, choose, padded
 from graphpack.dtypes import DTYPES
 from graphpack.errors import ClosedError, EnvironmentMismatchError, InputError, OutputsDifferError, Problem
 from graphpack.golden import Comparison, Golden, is_decode
-from graphpack.graph import Bucket
+from graphpack.graph import Bucket, TensorSpec
 from graphpack.inputs import arrays_of, check_inputs, length_of, row_count, with_rows
 from graphpack.models.locate import Located
 from graphpack.results import BenchRow, LoadedEntry, Stats, VerifiedBucket
@@ -116,7 +116,7 @@ class RestoredModel:
                     [self._buckets_problem(f"{rows}x{length}")],
                 ).about(self.record.entry.name, f"{rows}x{length}")
             graph, executable = self._graphs[bucket]
-            check_inputs([with_rows(spec, rows) for spec in graph.inputs], given, scratch_allowed=False)
+            self._check([with_rows(spec, rows) for spec in graph.inputs], given, f"{rows}x{length}")
             filled = {spec.name: padded(given[spec.name], spec, bucket.batch_size) for spec in graph.inputs}
             logits = graph.outputs[0]
             values = executable.run(filled)[logits.name][:rows]
@@ -132,7 +132,7 @@ class RestoredModel:
             problem = Problem("state", f"{self.slots} rows up to position {last}", here, hint)
             error = InputError("the step needs more state than the entry has, with or without a graph", [problem])
             raise error.about(self.record.entry.name, f"{rows}x{length}")
-        check_inputs([with_rows(spec, rows) for spec in graph.inputs], given, scratch_allowed=False)
+        self._check([with_rows(spec, rows) for spec in graph.inputs], given, f"{rows}x{length}")
         if self._eager is None:
             self._eager = self._make_eager()
             captured = ", ".join(map(str, self.buckets))
@@ -169,10 +169,11 @@ class RestoredModel:
         with self._lock:
             self._require_open()
             if bucket not in self._graphs:
-                raise InputError(f"no graph was captured for bucket {bucket}", [self._buckets_problem(str(bucket))])
+                error = InputError(f"no graph was captured for bucket {bucket}", [self._buckets_problem(str(bucket))])
+                raise error.about(self.record.entry.name, bucket)
             graph, executable = self._graphs[bucket]
             given = arrays_of(inputs)
-            check_inputs(graph.inputs, given, scratch_allowed=True)
+            self._check(graph.inputs, given, bucket, scratch_allowed=True)
             outputs = executable.run(given)
             self._count(bucket, 0)
             return {
@@ -286,6 +287,21 @@ class RestoredModel:
         if not all(is_decode(graph.inputs) for graph, _ in self._graphs.values()):
             names = ", ".join(spec.name for spec in next(iter(self._graphs.values()))[0].inputs)
             raise InputError("this entry is not a decode step; call replay", [Problem("inputs", names)])
+
+    def _check(
+        self,
+        specs: Sequence[TensorSpec],
+        given: Mapping[str, np.ndarray],
+        asked: object,
+        *,
+        scratch_allowed: bool = False,
+    ) -> None:
+        """See `check_inputs`; its error says which entry it is about, and which bucket was asked for."""
+        try:
+            check_inputs(specs, given, scratch_allowed=scratch_allowed)
+        except InputError as error:
+            error.about(self.record.entry.name, asked)
+            raise
 
     def _check_slots(self) -> None:
         self._require_decode()

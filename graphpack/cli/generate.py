@@ -115,12 +115,12 @@ def generate(
         trusted_keys=trusted_keys,
         require_signature=require_signature,
     )
-    from graphpack import documents, opening
-    from graphpack.cli import logs
+    from graphpack import documents, logs, opening
+    from graphpack.cli.logs import observer
 
-    with logs.observer() as observer:
-        model = opening.load_only(request, observer)
-    with model:
+    with observer() as watching:
+        model = opening.load_only(request, watching)
+    with model, logs.about(model.record.entry.name):
         generated = _generate(model, tokenizer, prompts, max_tokens, sampling, fallback, stream)
     return Answer(documents.of_generate(found, generated), ())
 

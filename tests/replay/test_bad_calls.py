@@ -239,6 +239,27 @@ def test_a_bad_replay_is_refused_and_the_next_step_is_right(
     good()
 
 
+@pytest.mark.parametrize(
+    ("case", "bucket"),
+    [("batch 5", "5x1"), ("position == seq_len", "1x65"), ("reversed slots", "4x64"), ("two rows in a slot", "2x1")],
+)
+def test_a_refused_step_says_which_entry_it_is_about_and_which_bucket_it_needed(
+    case: str, bucket: str, restored: RestoredModel
+) -> None:
+    arguments, options, _ = BAD_STEPS[case]
+    with pytest.raises(InputError) as refusal:
+        restored.step(*arguments, **options)
+    assert (refusal.value.entry, refusal.value.bucket) == ("tiny-llama", bucket)
+
+
+@pytest.mark.parametrize("case", ["a missing input", "a bucket that was not captured"])
+def test_a_refused_replay_says_which_entry_and_bucket_it_is_about(case: str, restored: RestoredModel) -> None:
+    bucket, inputs, _ = BAD_REPLAYS[case]
+    with pytest.raises(InputError) as refusal:
+        restored.replay(bucket, inputs)
+    assert (refusal.value.entry, refusal.value.bucket) == ("tiny-llama", str(bucket))
+
+
 def test_a_good_call_may_use_the_last_of_everything_in_any_kind_of_array(good: Callable[[], None]) -> None:
     good()
 
