@@ -34,8 +34,8 @@ def generated(options: argparse.Namespace, prompts: Sequence[str], *arguments: s
     return answer
 
 
-def reference(options: argparse.Namespace, prompts: Sequence[str]) -> list[list[int]]:
-    """The tokens that transformers gives for each prompt by itself."""
+def reference(options: argparse.Namespace, prompts: Sequence[str]) -> list[tuple[list[int], str]]:
+    """The tokens that transformers gives for each prompt by itself, and their text."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -45,8 +45,13 @@ def reference(options: argparse.Namespace, prompts: Sequence[str]) -> list[list[
     for prompt in prompts:
         given = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         with torch.no_grad():
-            tokens = model.generate(**given, max_new_tokens=options.tokens, do_sample=False)[0].tolist()
-        texts.append(tokens[given["input_ids"].shape[1] :])
+            whole = model.generate(**given, max_new_tokens=options.tokens, do_sample=False)[0].tolist()
+        before = given["input_ids"].shape[1]
+        text, start = (
+            tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            for tokens in (whole, whole[:before])
+        )
+        texts.append((whole[before:], text.removeprefix(start)))
     return texts
 
 
@@ -69,10 +74,13 @@ def main() -> int:
     together = generated(options, prompts)
     failed = False
     rows = zip(prompts, reference(options, prompts), alone, together["texts"], strict=True)
-    for prompt, expected, answer, batched in rows:
+    for prompt, (expected, text), answer, batched in rows:
         (single,) = answer["texts"]
         tokens = single["token_ids"]
-        same = {"transformers": tokens == expected, "in a batch": tokens == batched["token_ids"]}
+        same = {
+            "transformers": tokens == expected and single["text"] == text,
+            "in a batch": tokens == batched["token_ids"] and single["text"] == batched["text"],
+        }
         failed = failed or not all(same.values())
         results = ", ".join(f"{'as' if equal else 'NOT as'} {other}" for other, equal in same.items())
         print(f"{prompt!r}: {len(expected)} tokens {results}; {single['finish']}")

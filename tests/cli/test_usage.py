@@ -103,6 +103,44 @@ def test_bad_usage_exits_2_in_both_formats(run: Run, arguments: tuple[str, ...])
     assert error["code"] == 2
 
 
+NAME = "is not a name: letters, digits, dots, dashes and underscores, not starting with a dot or dash, at most 128"
+DEVICE = "is not cpu, cuda or cuda:I, such as cuda:0"
+SIZES = "is not a list of whole numbers from 1 to 2147483647, such as 1,2,4"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "where", "reason"),
+    [
+        (("save", "m", "a", "--name", "../x"), "--name", f"'../x' {NAME}"),
+        (("generate", "a", "--prompt", "x", "--name", ""), "--name", f"'' {NAME}"),
+        (("save", "m", "a", "--device", "gpu"), "--device", f"'gpu' {DEVICE}"),
+        (("config", "--device", "cuda:-1"), "--device", f"'cuda:-1' {DEVICE}"),
+        (("load", "a", "--device", "cpu:0"), "--device", f"'cpu:0' {DEVICE}"),
+        (("save", "m", "a", "--batch-sizes", "0"), "--batch-sizes", f"'0' {SIZES}"),
+        (("config", "--seq-lens", "1,,2"), "--seq-lens", f"'1,,2' {SIZES}"),
+        (("load", "a", "--weights", ""), "--weights", "the directory is missing"),
+        (("load", "a", "--weights", "name="), "--weights", "the directory is missing"),
+        (("save", "m", ""), "[ARCHIVE]", "the path is empty"),
+        (("prewarm", ""), "[CONFIG]", "the path is empty"),
+        (("config", "--config", ""), "--config", "the path is empty"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_value_that_an_option_does_not_take(run: Run, arguments: tuple[str, ...], where: str, reason: str) -> None:
+    outcome = run(*arguments)
+    message = f"error: Invalid value for '{where}': {reason}\n  -> see graphpack {arguments[0]} --help\n"
+    assert (outcome.code, outcome.out, outcome.err) == (2, "", message)
+
+
+@pytest.mark.parametrize(("first", "second", "whose"), [("x", "y", "all entries"), ("n=x", "n=y", "n")])
+def test_weights_are_said_once_for_an_entry(run: Run, fake: Fake, first: str, second: str, whose: str) -> None:
+    fake("opening", fakes.module(load=fakes.Loading(())))
+    outcome = run("load", "a", "--weights", first, "--weights", second)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err == f"error: --weights is given twice for {whose}\n"
+    assert run("load", "a", "--weights", first).code == 0
+
+
 @pytest.mark.parametrize("option", ["--batch-sizes", "--seq-lens"])
 @pytest.mark.parametrize("value", ["0", "-1", "a", "", "1,,2", "1.5", "1e3", "²", "9999999999", "9" * 5000, "1,"])
 def test_bad_sizes(run: Run, option: str, value: str) -> None:

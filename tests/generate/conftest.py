@@ -33,6 +33,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_checkpoint("tiny-llama", folder)
     tokenizer = byte_level()
     tokenizer.save(str(folder / "tokenizer.json"))
+    # Else transformers takes the class of Llama's tokenizers, which puts a pipeline of its own in place of the file's.
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.token_to_id(END)}))
     return folder
 

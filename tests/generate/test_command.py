@@ -20,6 +20,7 @@ from graphpack.models.tokenizer import Tokenizer, stop_tokens
 from graphpack.sampling import Sampling, choose
 from tests.capture.saved import environment
 from tests.cli.conftest import Outcome, Run, run
+from tests.cli.test_logs import lines
 
 __all__ = ["run"]
 
@@ -187,6 +188,26 @@ def test_more_texts_than_rows_wait_or_run_eagerly(generate: Generate) -> None:
     assert eagerly.err.count("so they run eagerly, as will others") == 1
 
 
+def test_operators_are_told_what_ran_and_where_no_graph_fitted(generate: Generate) -> None:
+    many = tuple(f"{number}" for number in range(10))
+    outcome = generate("--fallback", "eager", "--max-tokens", "2", "--log-format", "json", prompts=many)
+    assert outcome.code == 0, outcome.err
+    restored, fallback, told = lines(outcome.err)
+    assert (restored["message"], restored["entry"], restored["graphs"]) == ("restored 8 decode graphs", "tiny-llama", 8)
+    assert (fallback["level"], fallback["entry"], fallback["bucket"]) == ("warning", "tiny-llama", "10x1")
+    assert fallback["message"].startswith("no captured bucket fits 10 rows up to position 0 (policy pad), so they run")
+    assert (told["message"].partition(",")[0], told["entry"]) == ("generated 20 tokens", "tiny-llama")
+    told = lines(generate("--log-format", "json", prompts=many[:3]).err)
+    active = [line for line in told if line["message"] == "replay active"]
+    assert active == [{"level": "info", "message": "replay active", "entry": "tiny-llama", "bucket": "4x32"}]
+
+
+def test_a_refusal_says_which_entry_it_is_about(generate: Generate) -> None:
+    *_, refusal = lines(generate("--log-format", "json", prompts=("x" * 65,)).err)
+    assert (refusal["level"], refusal["entry"], refusal["code"]) == ("error", "tiny-llama", 2)
+    assert refusal["message"] == "a prompt cannot be continued"
+
+
 def test_a_pipe_that_is_closed_ends_it_quietly(served: Path, checkpoint: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "graphpack", "generate", str(served), "--weights", str(checkpoint)]
     read, write = os.pipe()
@@ -268,25 +289,37 @@ def test_what_cannot_be_is_refused(generate: Generate, served: Path, case: str) 
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("option", "value", "reason"),
     [
-        (),
-        ("--prompt", "a", "--max-tokens", "0"),
-        ("--prompt", "a", "--temperature", "-1"),
-        ("--prompt", "a", "--temperature", "1", "--top-k", "0"),
-        ("--prompt", "a", "--temperature", "1", "--top-p", "0"),
-        ("--prompt", "a", "--temperature", "1", "--top-p", "1.5"),
-        ("--prompt", "a", "--temperature", "1", "--seed", "-1"),
-        ("--prompt", "a", "--fallback", "torch"),
-        ("--prompt", "a", "--name", "../x"),
-        ("--prompt", "a", "--temperature", "nan"),
+        ("--max-tokens", "0", "0 is not in the range x>=1."),
+        ("--temperature", "-1", "-1.0 is not in the range x>=0."),
+        ("--top-k", "0", "0 is not in the range x>=1."),
+        ("--top-p", "0", "0.0 is not in the range 0<x<=1."),
+        ("--top-p", "1.5", "1.5 is not in the range 0<x<=1."),
+        ("--seed", "-1", "-1 is not in the range x>=0."),
+        ("--fallback", "torch", "'torch' is not one of 'error', 'eager'."),
+        ("--device", "gpu", "'gpu' is not cpu, cuda or cuda:I, such as cuda:0"),
     ],
-    ids=" ".join,
 )
-def test_bad_usage(run: Run, arguments: tuple[str, ...]) -> None:
-    outcome = run("generate", "archive", *arguments)
+def test_a_value_that_an_option_does_not_take(run: Run, option: str, value: str, reason: str) -> None:
+    outcome = run("generate", "archive", "--prompt", "a", option, value)
     assert (outcome.code, outcome.out) == (2, "")
-    assert outcome.err.startswith("error: ")
+    assert outcome.err == f"error: Invalid value for '{option}': {reason}\n  -> see graphpack generate --help\n"
+
+
+def test_without_a_prompt(run: Run) -> None:
+    outcome = run("generate", "archive")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err == "error: Missing option '--prompt'.\n  -> see graphpack generate --help\n"
+
+
+def test_a_temperature_that_is_no_number(run: Run) -> None:
+    outcome = run("generate", "archive", "--prompt", "a", "--temperature", "nan")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err == (
+        "error: nothing can be drawn with these settings (1 problem)\n"
+        "  temperature  here nan\n  -> must be a number from 0\n"
+    )
 
 
 def test_a_built_in_model_has_no_tokenizer_of_its_own(run: Run, served: Path) -> None:
@@ -309,7 +342,12 @@ def test_without_the_package_nothing_is_restored_first(generate: Generate, monke
 
 
 def test_without_an_archive_anywhere(run: Run) -> None:
-    assert run("generate", "--prompt", "a").err.startswith("error: ARCHIVE is missing")
+    outcome = run("generate", "--prompt", "a")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err == (
+        "error: ARCHIVE is missing: neither GRAPHPACK_ARCHIVE_DIR nor a configuration file's archive_dir says where it "
+        "is\n"
+    )
 
 
 def test_the_archive_and_the_checkpoint_of_the_configuration_file(
