@@ -57,25 +57,23 @@ class Eager:
         module: Callable[..., torch.Tensor] = self._step.module_for(bucket).to(self._device)
         if mode is not None:
             module = torch.compile(module, mode=mode, dynamic=False, fullgraph=True)
-        columns = [tokens, np.zeros_like(tokens), np.arange(len(tokens))]
-        given = torch.from_numpy(np.stack(columns))
+        given = [torch.from_numpy(column) for column in (tokens, np.zeros_like(tokens), np.arange(len(tokens)))]
         if self._device == "cpu":
-            inputs = list(given.unbind())
 
             def on_cpu(position: int) -> torch.Tensor:
-                given[1] = position
-                return module(*inputs, *self._state)
+                given[1].fill_(position)
+                return module(*given, *self._state)
 
             return on_cpu
-        given = given.pin_memory()
-        inputs = list(given.to(self._device).unbind())
+        given = [column.pin_memory() for column in given]
+        inputs = [column.to(self._device) for column in given]
         # reduce-overhead makes no graph of a step that changes what it is called with, unless that stays where it is.
         for tensor in (*inputs, *self._state):
             torch._dynamo.mark_static_address(tensor)
         fetched: list[torch.Tensor] = []
 
         def on_cuda(position: int) -> torch.Tensor:
-            given[1] = position
+            given[1].fill_(position)
             for there, here in zip(inputs, given, strict=True):
                 there.copy_(here, non_blocking=True)
             torch.compiler.cudagraph_mark_step_begin()
