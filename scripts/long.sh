@@ -32,6 +32,9 @@ mkdir -p "$folder"
 [ -f "$folder/smollm2/model.safetensors" ] || python scripts/make_smollm2.py "$folder/smollm2"
 graphpack save "$folder/smollm2" "$folder/archive" --replace --batch-sizes 1,2,4 --seq-lens 256
 graphpack load "$folder/archive" --weights "$folder/smollm2" --verify
+printf 'archive_dir: archive\nmodels: {smollm2: {path: smollm2, batch_sizes: [1, 2, 4]}}\n' >"$folder/graphpack.yaml"
+time graphpack prewarm "$folder/graphpack.yaml" | grep "up to date"
+graphpack load --config "$folder/graphpack.yaml"
 python scripts/check_real_weights.py "$folder/smollm2" "$folder/archive"
 python scripts/check_generate.py "$folder/smollm2" "$folder/archive" --begins " Paris"
 python scripts/bench_coldstart.py "$folder/smollm2" "$folder/archive" --runs 3

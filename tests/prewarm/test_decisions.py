@@ -410,6 +410,24 @@ def test_the_answer_in_json_has_every_row(run: Run, tmp_path: Path, asked: dict[
     assert run("prewarm", FILE, "--format", "json", "--log-format", "json").err.count('"level": "error"') == 2
 
 
+def test_an_archive_that_cannot_be_read_ends_it(
+    run: Run,  # noqa: F811
+    tmp_path: Path,
+    asked: dict[str, SaveRequest],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not one that is missing or damaged, which a save mends."""
+
+    def unreadable(path: Path) -> None:
+        raise StorageError(f"cannot read {path.name}", [Problem("index.json", here="Input/output error")])
+
+    built_in(tmp_path, "a")
+    monkeypatch.setattr(prewarm.Archive, "open", unreadable)
+    outcome = run("prewarm")
+    assert (outcome.code, outcome.out, asked) == (12, "", {})
+    assert outcome.err == "error: cannot read archive (1 problem)\n  index.json  here Input/output error\n"
+
+
 def test_without_a_configuration_file(run: Run) -> None:  # noqa: F811
     outcome = run("prewarm")
     assert outcome.code == 2
