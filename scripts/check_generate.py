@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 PROMPTS = (
@@ -34,8 +37,8 @@ def generated(options: argparse.Namespace, prompts: Sequence[str], *arguments: s
     return answer
 
 
-def reference(options: argparse.Namespace, prompts: Sequence[str]) -> list[tuple[list[int], str]]:
-    """The tokens that transformers gives for each prompt by itself, and their text."""
+def reference(options: argparse.Namespace, prompts: Sequence[str], **ends: None) -> list[tuple[list[int], str]]:
+    """The tokens that transformers gives for each prompt by itself, and their text. `eos_token_id=None` ends none."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -45,7 +48,7 @@ def reference(options: argparse.Namespace, prompts: Sequence[str]) -> list[tuple
     for prompt in prompts:
         given = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         with torch.no_grad():
-            whole = model.generate(**given, max_new_tokens=options.tokens, do_sample=False)[0].tolist()
+            whole = model.generate(**given, max_new_tokens=options.tokens, do_sample=False, **ends)[0].tolist()
         before = given["input_ids"].shape[1]
         text, start = (
             tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -53,6 +56,15 @@ def reference(options: argparse.Namespace, prompts: Sequence[str]) -> list[tuple
         )
         texts.append((whole[before:], text.removeprefix(start)))
     return texts
+
+
+def endless(options: argparse.Namespace, prompt: str) -> list[int]:
+    """The tokens where nothing but their number ends a text: the directory of the tokenizer names none that does."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(Path(options.checkpoint) / "tokenizer.json", folder)
+        (text,) = generated(options, [prompt], "--tokenizer", folder)["texts"]
+    tokens: list[int] = text["token_ids"]
+    return tokens
 
 
 def speed(answer: dict[str, Any]) -> str:
@@ -87,6 +99,9 @@ def main() -> int:
         print(f"    {single['text']!r}")
     print(f"alone: {speed(alone[0])}")
     print(f"together: {speed(together)}")
+    tokens, ((expected, _),) = endless(options, prompts[0]), reference(options, prompts[:1], eos_token_id=None)
+    failed = failed or tokens != expected or len(tokens) != options.tokens
+    print(f"without an end: {len(tokens)} tokens {'as' if tokens == expected else 'NOT as'} transformers")
     if not alone[0]["texts"][0]["text"].startswith(options.begins):
         failed = True
         print(f"the first text does NOT begin with {options.begins!r}")

@@ -23,7 +23,8 @@ def test_tokens_and_text_are_those_of_transformers_alone_and_in_a_batch(served: 
     done = check(checkpoint, served, "--tokens", "24", *prompts)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line for line in done.stdout.splitlines() if "tokens as" in line] == [
-        f"{prompt!r}: 24 tokens as transformers, as in a batch; max_tokens" for prompt in PROMPTS
+        *(f"{prompt!r}: 24 tokens as transformers, as in a batch; max_tokens" for prompt in PROMPTS),
+        "without an end: 24 tokens as transformers",
     ]
 
 
