@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -167,3 +168,21 @@ def test_a_state_that_is_not_made_of_slots_has_none_to_assign(normed: Path) -> N
                 use()
             assert str(refusal.value) == "this entry is not a decode step; call replay\n  inputs: archived x"
         model.reset()
+
+
+def test_a_state_whose_first_dimension_is_not_slots_has_none_either(
+    model: RestoredModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a factory may make it; here the record says so."""
+    settings = replace(model.record.settings, slots=99)
+    monkeypatch.setattr(model, "record", replace(model.record, settings=settings))
+    for use in (model.assign, lambda: model.reset(0)):
+        with pytest.raises(InputError) as refusal:
+            use()
+        assert str(refusal.value) == (
+            "the state of this entry is not made of slots; call reset for all of it\n"
+            + "\n".join(
+                f"  {name}: archived shape [13, 2, 64, 16], here 99 slots, the scratch slot among them"
+                for name in STATES
+            )
+        )
