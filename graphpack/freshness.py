@@ -8,6 +8,7 @@ from typing import Any
 from graphpack.archive.reading import Reader
 from graphpack.archive.record import Environment, Model, Record, Settings, Weights
 from graphpack.errors import CorruptArchiveError, Problem
+from graphpack.identity.agreement import check_agreement
 from graphpack.identity.digests import config_digest
 from graphpack.identity.weights import check_weights
 from graphpack.models.locate import differences
@@ -99,8 +100,8 @@ def stale(record: Record, wanted: Wanted) -> list[Problem]:
     for name in ("model", "settings", "environment"):
         archived, here = _fields(getattr(record, name)), _fields(getattr(wanted, name))
         problems += differences(name, archived, here)
-    # Their hints are those of `load`.
-    problems += [replace(problem, hint="") for problem in check_weights(record.weights, wanted.weights)]
+    found = check_agreement(record) + check_weights(record.weights, wanted.weights)
+    problems += [replace(problem, hint="") for problem in found]  # their hints are those of `load`
     if record.layout.capture_version != CAPTURE_VERSION:
         archived_version = str(record.layout.capture_version)
         problems.append(Problem("layout.capture_version", archived_version, str(CAPTURE_VERSION)))

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from graphpack import golden
-from graphpack.archive.check import check_features, check_record_layout, check_record_weights
+from graphpack.archive.check import check_features
 from graphpack.archive.record import Graph
 from graphpack.archive.store import Archive, Entry
 from graphpack.archive.trust import Policy, Trusted, trust_entry
@@ -26,10 +26,10 @@ from graphpack.errors import (
 )
 from graphpack.golden import Golden
 from graphpack.graph import Bucket
-from graphpack.identity.agreement import check_attention, check_model
+from graphpack.identity.agreement import refuse_contradictions
 from graphpack.identity.compat import check_environment
 from graphpack.identity.environment import read_host
-from graphpack.identity.layout import check_layout, check_regions
+from graphpack.identity.layout import check_layout
 from graphpack.identity.weights import check_structure, check_weights, hash_weights
 from graphpack.models.architecture import DecoderConfig
 from graphpack.models.locate import Located, locate_weights
@@ -86,6 +86,7 @@ class _Restore:
         with ExitStack() as undo:
             self._start(undo)
             with self._stage("read"):
+                refuse_contradictions(self._record)
                 self._read_blobs()
                 self._check_trust()
             with self._stage("environment"):
@@ -159,12 +160,8 @@ class _Restore:
         record, request = self._record, self._request
         device = self._device.partition(":")[0]
         needed = record.environment.device_type
-        if needed != record.entry.backend:
-            here = f"entry.backend is {record.entry.backend}"
-            problem = Problem("environment.device_type", needed, here, "the record contradicts itself; save again")
-        else:
+        if device != needed:
             problem = Problem("environment.device_type", needed, device, f"load it with --device {needed}")
-        if not device == needed == record.entry.backend:
             raise EnvironmentMismatchError(f"entry '{self._name}' does not fit this device", [problem])
         refused, waived = check_environment(record.environment, read_host(self._session.device()), request.allow)
         if refused:
@@ -179,9 +176,6 @@ class _Restore:
         given = self._request.weights.get(self._name) or self._request.weights.get(None)
         model = self._config.models.get(self._name)
         configured: Path | None = model.path if model else None
-        problems = check_record_weights(self._record) + check_model(self._record.model, self._record.weights)
-        if problems:
-            raise WeightsMismatchError(f"the record of entry '{self._name}' contradicts itself", problems)
         located = locate_weights(self._record, given, configured)
         self._notes += located.notes
         return located
@@ -210,14 +204,13 @@ class _Restore:
     def _check_layout(self, config: DecoderConfig | None) -> dict[str, bytes]:
         """The recorded regions and tensors against those the rest of the record and the model here imply."""
         record = self._record
-        problems = check_record_layout(record)
-        problems += self._session.check_placement(record.layout) or check_regions(record.layout)
+        problems = self._session.check_placement(record.layout)
         stored, kept = stored_specs(record.weights), constant_specs(record.layout.regions)
         expected = expected_regions(record.graphs, stored, kept, record.model.effective_dtype)
         expected = self._session.expected(record.layout, expected)
         problems = problems or check_layout(record.layout, expected, CAPTURE_VERSION)
         problems += check_specs(record, config) if config else []
-        problems += check_attention(record) + self._session.check_settings(record, self._blobs)
+        problems += self._session.check_settings(record, self._blobs)
         if problems:
             raise LayoutMismatchError(f"the layout or the settings of entry '{self._name}' do not hold here", problems)
         blob = self._blobs[record.constants] if record.constants else b""

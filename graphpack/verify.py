@@ -15,13 +15,11 @@ from graphpack.archive.trust import Policy, trust_entry
 from graphpack.archive.validate import Ladder
 from graphpack.errors import (
     CorruptArchiveError,
-    LayoutMismatchError,
     StorageError,
     UnsupportedFormatError,
-    WeightsMismatchError,
 )
 from graphpack.home import user_directory
-from graphpack.identity.agreement import check_recorded_layout, check_recorded_weights
+from graphpack.identity.agreement import refuse_contradictions
 from graphpack.results import Observer, VerifiedEntry
 
 Level = Literal["structure", "cached", "full"]
@@ -76,13 +74,13 @@ class _Verification:
                 f"entry '{self._entry.name}' needs features this version does not know", problems
             )
         self._ladder.passed("format", f"format {record.format}")
+        refuse_contradictions(record)
         problems = self._archive.check_blobs(record)
         if problems:
             raise CorruptArchiveError(f"blobs of entry '{self._entry.name}' are missing or have other sizes", problems)
         unchanged = self._unchanged()
         hashed = [] if self._level == "structure" else [blob for blob in blobs if blob.digest not in unchanged]
         self._hash(hashed)
-        self._check_record()
         if self._level == "full":
             from graphpack.contents import check_contents
 
@@ -122,14 +120,6 @@ class _Verification:
                 self._contents[blob.digest] = content
             done += blob.size
             self._observer.bytes("blobs", done, total)
-
-    def _check_record(self) -> None:
-        problems = check_recorded_weights(self._record)
-        if problems:
-            raise WeightsMismatchError(f"the record of entry '{self._entry.name}' contradicts itself", problems)
-        problems = check_recorded_layout(self._record)
-        if problems:
-            raise LayoutMismatchError(f"the record of entry '{self._entry.name}' contradicts itself", problems)
 
     def _integrity(self, hashed: int, unchanged: int) -> str:
         count = len(self._record.blobs)

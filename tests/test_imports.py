@@ -23,9 +23,9 @@ ORDER = """
     schema dtypes graph results stages convert home
     configuration configuration.yaml_file configuration.keys configuration.reader configuration.environment
     configuration.config
-    archive archive.record archive.codec archive.oci archive.owner archive.files archive.lock archive.looks
-    archive.glance archive.finding archive.check archive.permissions archive.keys archive.signature archive.reading
-    archive.store archive.collect archive.trust archive.remembered archive.validate
+    archive archive.record archive.codec archive.limits archive.oci archive.owner archive.files archive.lock
+    archive.looks archive.glance archive.finding archive.check archive.permissions archive.keys archive.signature
+    archive.reading archive.store archive.collect archive.trust archive.remembered archive.validate
     identity identity.environment identity.cpu_isa identity.digests identity.weights identity.layout identity.compat
     identity.agreement
     models models.step models.safetensors models.seeded models.weights models.architecture models.specs

@@ -1,19 +1,19 @@
 """What a record must be beyond the types of its fields. Pure: record in, problems out.
 
-Each part of a record is judged by the rung of the ladder that owns it: a contradiction in the weights is a weights
-problem, one in the layout or the settings a layout problem, everything else is a corrupt archive.
+A record that cannot be true on any machine is a corrupt archive, whichever part of it contradicts which.
+`identity.agreement` goes on with identities and memory.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, Literal
 
 from graphpack.archive import oci
 from graphpack.archive.codec import CONTAINER_LIMIT, unframe_record
-from graphpack.archive.record import FORMAT_MINOR, Features, Graph, Record
+from graphpack.archive.record import FORMAT_MINOR, Features, Graph, Record, Settings, Weights
 from graphpack.dtypes import DTYPES
 from graphpack.errors import CorruptArchiveError, Problem, UnsupportedFormatError
 from graphpack.schema import SchemaProblems, from_plain, shown
@@ -41,7 +41,8 @@ def decode_record(data: bytes, where: str) -> Record:
     _check_extensions(record, where)
     contradictions = check_record(record)
     if contradictions:
-        raise CorruptArchiveError(f"{where}: the record contradicts itself", contradictions)
+        unknown = _unknown_features(_needed(record.features) - FEATURES)
+        raise _needs_newer(where, unknown) if unknown else _contradicts(where, contradictions)
     return record
 
 
@@ -50,12 +51,24 @@ def _refusal(
 ) -> CorruptArchiveError | UnsupportedFormatError:
     """Which error a record is refused with. What needs an unknown feature may well look malformed to this version."""
     features = from_plain(Features, plain.get("features"), "features", SchemaProblems([], []))
-    needed = {*features.inspect, *features.verify, *features.load} - FEATURES if features else set()
+    needed = _needed(features) - FEATURES if features else set()
     if needed:
-        return UnsupportedFormatError(f"{where}: the record needs a newer graphpack", _unknown_features(needed))
+        return _needs_newer(where, _unknown_features(needed))
     if problems.malformed:
         return CorruptArchiveError(f"{where}: the record is malformed", [*problems.malformed, *problems.unknown])
     return UnsupportedFormatError(f"{where}: the record has keys this graphpack does not know", problems.unknown)
+
+
+def _needs_newer(where: str, problems: Sequence[Problem]) -> UnsupportedFormatError:
+    return UnsupportedFormatError(f"{where}: the record needs a newer graphpack", problems)
+
+
+def _contradicts(where: str, problems: Sequence[Problem]) -> CorruptArchiveError:
+    return CorruptArchiveError(f"{where}: the record contradicts itself", problems)
+
+
+def _needed(features: Features) -> set[str]:
+    return {*features.inspect, *features.verify, *features.load}
 
 
 def _unknown_features(names: Iterable[str]) -> list[Problem]:
@@ -67,7 +80,7 @@ def _unknown_features(names: Iterable[str]) -> list[Problem]:
 def _check_extensions(record: Record, where: str) -> None:
     """Only a later minor version may extend a record, and each extension belongs to a named feature."""
     features = record.features
-    named = {*features.inspect, *features.verify, *features.load, *features.optional}
+    named = _needed(features) | {*features.optional}
     newer = record.format.minor > FORMAT_MINOR
     unknown = [key for key in record.extensions if not newer or key not in named]
     if unknown:
@@ -83,11 +96,26 @@ def check_features(record: Record, operation: Operation) -> list[Problem]:
 
 
 def check_record(record: Record) -> list[Problem]:
-    """Graphs against blobs, names, tolerances (exit 4)."""
-    problems = _check_blobs(record)
+    """Every part of a record against the others (exit 4)."""
+    problems = _check_device(record) + _check_blobs(record) + _check_weights(record.weights)
+    problems += _check_buckets(record) + _check_slots(record.settings)
+    kinds = {region.name: region.kind for region in record.layout.regions}
     for position, graph in enumerate(record.graphs):
-        problems += _check_graph(f"graphs[{position}]", graph, record.model.effective_dtype)
+        where = f"graphs[{position}]"
+        problems += _check_graph(where, graph, record.model.effective_dtype)
+        problems += _unplaced(f"{where}.bindings", graph.bindings, kinds, ("weight", "constant"))
+        problems += _unplaced(f"{where}.state", (spec.name for spec in graph.state), kinds, ("state",))
     return problems
+
+
+def _check_device(record: Record) -> list[Problem]:
+    environment, backend = record.environment, record.entry.backend
+    if environment.device_type != backend:
+        return [Problem("environment.device_type", environment.device_type, f"entry.backend is {backend}")]
+    if (environment.cuda is not None) != (backend == "cuda"):
+        sides = ("missing", "required") if environment.cuda is None else ("present", "none")
+        return [Problem("environment.cuda", sides[0], f"{sides[1]} for a {backend} entry")]
+    return []
 
 
 def _check_blobs(record: Record) -> list[Problem]:
@@ -135,12 +163,12 @@ def _check_graph(where: str, graph: Graph, dtype: str) -> list[Problem]:
     return problems
 
 
-def check_record_weights(record: Record) -> list[Problem]:
-    """The sizes and aliases of a record's own tensors (exit 7)."""
-    tensors = {tensor.name: tensor for tensor in record.weights.tensors}
+def _check_weights(weights: Weights) -> list[Problem]:
+    """Sizes and aliases."""
+    tensors = {tensor.name: tensor for tensor in weights.tensors}
     problems = []
     size = 0
-    for position, tensor in enumerate(record.weights.tensors):
+    for position, tensor in enumerate(weights.tensors):
         if tensor.alias_of is None:
             size += prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
             continue
@@ -151,24 +179,16 @@ def check_record_weights(record: Record) -> list[Problem]:
                     f"weights.tensors[{position}].alias_of", shown(tensor.alias_of), "no tensor of this name and digest"
                 )
             )
-    if size != record.weights.bytes:
-        problems.append(Problem("weights.bytes", str(record.weights.bytes), f"its tensors have {size}"))
+    if size != weights.bytes:
+        problems.append(Problem("weights.bytes", str(weights.bytes), f"its tensors have {size}"))
     return problems
 
 
-def check_record_layout(record: Record) -> list[Problem]:
-    """The graphs against the record's layout and settings (exit 8)."""
-    settings = record.settings
-    problems = _check_buckets(record)
+def _check_slots(settings: Settings) -> list[Problem]:
     needed = max(settings.batch_sizes, default=0) + 1
-    if settings.slots < needed:
-        problems.append(Problem("settings.slots", str(settings.slots), f"at least {needed} for these batch sizes"))
-    kinds = {region.name: region.kind for region in record.layout.regions}
-    for position, graph in enumerate(record.graphs):
-        bindings = ("weight", "constant")
-        problems += _unplaced(f"graphs[{position}].bindings", graph.bindings, kinds, bindings)
-        problems += _unplaced(f"graphs[{position}].state", (spec.name for spec in graph.state), kinds, ("state",))
-    return problems
+    if settings.slots >= needed:
+        return []
+    return [Problem("settings.slots", str(settings.slots), f"at least {needed} for these batch sizes")]
 
 
 def _check_buckets(record: Record) -> list[Problem]:

@@ -10,9 +10,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from graphpack.archive import codec, files, oci
-from graphpack.archive.check import check_record_layout, check_record_weights, decode_record
+from graphpack.archive.check import decode_record
 from graphpack.archive.files import storage_errors
 from graphpack.archive.finding import archive_root, no_such_entries, open_index, read_index
+from graphpack.archive.limits import check_limits
 from graphpack.archive.lock import CLAIM, locked
 from graphpack.archive.looks import interrupted_save
 from graphpack.archive.reading import Entry, EntryRef, Header, Reader
@@ -21,6 +22,7 @@ from graphpack.errors import (
     CaptureRefusedError,
     CorruptArchiveError,
     GraphpackError,
+    Problem,
     StorageError,
     UnsupportedFormatError,
 )
@@ -87,18 +89,26 @@ class Archive(Reader):
     def put_entry(self, record: Record) -> EntryRef:
         """Store the record and its manifest. Nobody sees the entry before `commit`.
 
-        Raises StorageError; ValueError for a record that a reader would refuse.
+        Raises StorageError; CaptureRefusedError for more than a record may hold; ValueError for a record that a
+        reader would refuse for anything else.
         """
-        data = codec.frame_record(to_plain(record))
-        problems = check_record_weights(record) + check_record_layout(record)
+        plain = to_plain(record)
+        problems = check_limits(plain)
+        if problems:
+            raise CaptureRefusedError(f"entry '{record.entry.name}' is larger than a record can describe", problems)
+        data = codec.frame_record(plain)
         try:
             decode_record(data, "record")
         except GraphpackError as error:
-            problems = [*error.problems, *problems]
-        if problems:
-            raise ValueError(f"a record that no reader would take: {problems}")
-        described = oci.Descriptor(oci.RECORD_TYPE, self._put(data), len(data))
+            raise ValueError(f"a record that no reader would take: {error}") from error
+        described = oci.Descriptor(oci.RECORD_TYPE, hashlib.sha256(data).hexdigest(), len(data))
         manifest = oci.encode_manifest(described, record.blobs)
+        if len(manifest) > oci.MANIFEST_LIMIT:
+            here = f"{len(record.blobs)} in a manifest of {len(manifest)} bytes, at most {oci.MANIFEST_LIMIT}"
+            raise CaptureRefusedError(
+                f"entry '{record.entry.name}' is larger than a manifest can list", [Problem("blobs", here=here)]
+            )
+        self._put(data)
         return EntryRef(record.entry.name, self._put(manifest), len(manifest))
 
     def commit(self, ref: EntryRef, name: str) -> None:
@@ -229,13 +239,18 @@ class Archive(Reader):
 
     def _write_index(self, index: oci.Index, left: Collection[str] = ()) -> None:
         """The commit, under the lock. The blobs `left` may be used no more, but others may just be reading them."""
+        data = codec.encode_json(index.document)
+        if len(data) > oci.INDEX_LIMIT:
+            here = f"{len(index.descriptors)} manifests in {len(data)} bytes, at most {oci.INDEX_LIMIT}"
+            hint = "save to another archive, or remove entries with graphpack rm"
+            raise StorageError(f"{self.path} is full", [Problem(oci.INDEX_FILE, here=here, hint=hint)])
         with storage_errors("sync", self.path / oci.BLOBS):
             for digest in left:
                 files.renew(self.path / oci.blob_file(digest))
             files.sync_folder(self.path / oci.BLOBS)
         if not files.exists(self.path / oci.INDEX_FILE):
             self._sync_folders()
-        files.write_file(self.path, oci.INDEX_FILE, codec.encode_json(index.document))
+        files.write_file(self.path, oci.INDEX_FILE, data)
         self._index = index
         self._end()
 

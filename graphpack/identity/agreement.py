@@ -1,26 +1,27 @@
-"""Whether a record agrees with itself: identities that can be computed again from the rest of it."""
+"""Whether a record agrees with itself: identities that can be computed again from the rest of it, and its memory."""
 
 from __future__ import annotations
 
-from graphpack.archive.check import check_record_layout, check_record_weights
 from graphpack.archive.record import Model, Record, Weights
-from graphpack.errors import Problem
+from graphpack.errors import CorruptArchiveError, Problem
 from graphpack.identity.digests import config_digest
-from graphpack.identity.layout import check_layout, check_regions
+from graphpack.identity.layout import check_fingerprint, check_regions
 from graphpack.identity.weights import check_recorded
 
 
-def check_recorded_weights(record: Record) -> list[Problem]:
-    """The model and its weights (exit 7)."""
-    weights = record.weights
-    return [*check_record_weights(record), *check_model(record.model, weights), *check_recorded(weights)]
+def refuse_contradictions(record: Record) -> None:
+    """Raises CorruptArchiveError with all of them."""
+    problems = check_agreement(record)
+    if problems:
+        raise CorruptArchiveError(f"the record of entry '{record.entry.name}' contradicts itself", problems)
 
 
-def check_recorded_layout(record: Record) -> list[Problem]:
-    """The memory and the settings (exit 8)."""
-    layout = record.layout
-    problems = [*check_record_layout(record), *check_regions(layout), *check_attention(record)]
-    return problems + check_layout(layout, layout.regions, layout.capture_version)
+def check_agreement(record: Record) -> list[Problem]:
+    """What `archive.check` leaves: identities, dtypes and memory. Needs no weights and no device."""
+    layout, weights = record.layout, record.weights
+    problems = [*check_model(record.model, weights), *check_recorded(weights), *check_attention(record)]
+    arena = record.entry.backend == "cuda"
+    return [*problems, *check_fingerprint(layout), *check_regions(layout, arena=arena)]
 
 
 def check_model(model: Model, weights: Weights) -> list[Problem]:

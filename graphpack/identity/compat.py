@@ -26,7 +26,6 @@ from graphpack.schema import shown
 WAIVABLE = ("sm_count", "torch")
 
 _SAVE_AGAIN = "save again on this machine"
-_CONTRADICTS = "the record contradicts itself; save again"
 
 
 def check_allowed(allow: Iterable[str]) -> None:
@@ -51,15 +50,12 @@ def check_environment(archived: Environment, here: Host, allow: frozenset[str]) 
     check_allowed(allow)
     waived = {_field(name) for name in allow}
     refused = _check_machine(archived, here)
-    if archived.device_type == "cuda":
-        if archived.cuda is None or here.cuda is None:
-            # Without a device here, `_check_machine` has said so.
-            return refused or [Problem("environment.cuda", "missing", "", _CONTRADICTS)], []
+    if archived.cuda is not None:
+        if here.cuda is None:
+            return refused, []  # `_check_machine` has said so
         refused += _check_cuda(archived.cuda, here.cuda)
         count = _check_sm_count(archived.cuda, here.cuda)
         return (refused, count) if "sm_count" in waived else (refused + count, [])
-    if archived.cuda is not None:
-        refused.append(Problem("environment.cuda", "present", "none for a cpu entry", _CONTRADICTS))
     if here.torch is None:
         return [*refused, _torch_missing(archived.torch)], []
     torch = _check_torch(archived.torch, here.torch)

@@ -56,10 +56,6 @@ def make_layout(
 def check_layout(archived: Layout, expected: Sequence[Region], capture_version: int) -> list[Problem]:
     """Whether the archived layout is the one expected here: the first region that differs, field by field."""
     problems = []
-    computed = fingerprint(archived.capture_version, archived.bytes, archived.granularity, archived.regions)
-    if archived.fingerprint != computed:
-        here = f"computed {computed[:12]}"
-        problems.append(Problem("layout.fingerprint", archived.fingerprint[:12], here, _DAMAGED))
     if archived.capture_version != capture_version:
         versions = str(archived.capture_version), str(capture_version)
         problems.append(Problem("layout.capture_version", *versions, _SAVE_AGAIN))
@@ -99,8 +95,16 @@ def _named(region: Region) -> str:
     return f"{region.kind} {shown(region.name)}, {region.dtype} {list(region.shape)}"
 
 
-def check_regions(layout: Layout) -> list[Problem]:
-    """Whether a layout makes sense by itself. Nothing may be bound by one that does not."""
+def check_fingerprint(layout: Layout) -> list[Problem]:
+    """Whether a layout's fingerprint is that of its regions."""
+    computed = fingerprint(layout.capture_version, layout.bytes, layout.granularity, layout.regions)
+    if layout.fingerprint == computed:
+        return []
+    return [Problem("layout.fingerprint", layout.fingerprint[:12], f"computed {computed[:12]}", _DAMAGED)]
+
+
+def check_regions(layout: Layout, *, arena: bool) -> list[Problem]:
+    """Whether a layout makes sense by itself, with an arena or without. Nothing may be bound by one that does not."""
     problems = []
     seen: set[str] = set()
     for index, region in enumerate(layout.regions):
@@ -109,12 +113,8 @@ def check_regions(layout: Layout) -> list[Problem]:
             problems.append(Problem(f"{where}.name", shown(region.name), "used before", _DAMAGED))
         seen.add(region.name)
         problems += _check_region(where, region)
-        problems += _check_place(where, region, layout)
-    return problems + (_check_arena(layout) if _has_arena(layout) else [])
-
-
-def _has_arena(layout: Layout) -> bool:
-    return bool(layout.base or layout.bytes or layout.granularity)
+        problems += _check_place(f"{where}.offset", region, layout) if arena else _check_no_place(where, region)
+    return problems + (_check_arena(layout) if arena else _check_no_arena(layout))
 
 
 def _check_region(where: str, region: Region) -> list[Problem]:
@@ -136,10 +136,21 @@ def _check_region(where: str, region: Region) -> list[Problem]:
     return problems
 
 
+def _check_no_place(where: str, region: Region) -> list[Problem]:
+    if not region.offset:
+        return []
+    return [Problem(f"{where}.offset", str(region.offset), "0 without an arena", _DAMAGED)]
+
+
+def _check_no_arena(layout: Layout) -> list[Problem]:
+    return [
+        Problem(f"layout.{name}", str(getattr(layout, name)), f"{only} without an arena", _DAMAGED)
+        for name, only in (("base", 0), ("bytes", 0), ("granularity", 0), ("relocatable", True))
+        if getattr(layout, name) != only
+    ]
+
+
 def _check_place(where: str, region: Region, layout: Layout) -> list[Problem]:
-    where = f"{where}.offset"
-    if not _has_arena(layout):
-        return [Problem(where, str(region.offset), "0 without an arena", _DAMAGED)] if region.offset else []
     problems = []
     if region.offset + region.bytes > layout.bytes:
         end = f"{region.offset} to {region.offset + region.bytes}"

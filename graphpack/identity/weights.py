@@ -120,14 +120,14 @@ def check_weights(archived: Weights, here: Weights, source: WeightSource | None 
     rows = {tensor.name: tensor for tensor in archived.tensors}
     found = {tensor.name: tensor for tensor in here.tensors}
     places = _places(source) if source else {}
-    return [*check_recorded(archived), *_structure(rows, found, places), *_content(rows, found, places)]
+    return [*_structure(rows, found, places), *_content(rows, found, places)]
 
 
 def check_structure(archived: Weights, source: WeightSource) -> list[Problem]:
     """Every difference in names, dtypes, shapes and aliases. Reads no weights."""
     rows = {tensor.name: tensor for tensor in archived.tensors}
     found = {tensor.name: tensor for tensor in _rows(source, {})}
-    return [*check_recorded(archived), *_structure(rows, found, _places(source))]
+    return _structure(rows, found, _places(source))
 
 
 # Hashing.

@@ -1,4 +1,4 @@
-"""Records that decode and are still refused: by which rung, and with every problem at once."""
+"""Records that decode and are still refused, with every problem at once."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from graphpack.archive.check import (
     FLOAT32_TOLERANCE_LIMIT,
     check_features,
     check_record,
-    check_record_layout,
-    check_record_weights,
     decode_record,
 )
-from graphpack.archive.record import Features, FormatVersion, Graph, Record
+from graphpack.archive.record import CudaEnvironment, Features, FormatVersion, Graph, Record
 from graphpack.archive.store import Archive
 from graphpack.errors import CorruptArchiveError, GraphpackError, Problem, UnsupportedFormatError
 from graphpack.graph import Bucket
@@ -45,7 +43,7 @@ def with_graph(record: Record, position: int = 0, **changes: Any) -> Record:
 
 def test_the_record_of_the_fixture_passes() -> None:
     record = make_record()
-    assert check_record(record) == check_record_weights(record) == check_record_layout(record) == []
+    assert check_record(record) == []
 
 
 # --- Malformed
@@ -266,13 +264,45 @@ def test_contradictions_are_refused_on_reading(archive: Path) -> None:
     assert where(list(error.problems)) == ["graphs[0].tolerance", "graphs[1].tolerance"]
 
 
-# --- Contradictions: weights (exit 7)
+# --- Contradictions: the device
+
+CUDA = CudaEnvironment(
+    capability="9.0", sm_count=132, driver_cuda="13.0", runtime="13.0", cublas="13.0", cudnn="", triton=""
+)
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "problem"),
+    [
+        ("cpu", {"device_type": "cuda"}, Problem("environment.device_type", "cuda", "entry.backend is cpu")),
+        ("cuda", {"cuda": CUDA}, Problem("environment.device_type", "cpu", "entry.backend is cuda")),
+        ("cpu", {"cuda": CUDA}, Problem("environment.cuda", "present", "none for a cpu entry")),
+        ("cuda", {"device_type": "cuda"}, Problem("environment.cuda", "missing", "required for a cuda entry")),
+    ],
+)
+def test_an_environment_of_another_backend(backend: str, changes: dict[str, Any], problem: Problem) -> None:
+    record = make_record()
+    entry, environment = replace(record.entry, backend=backend), replace(record.environment, **changes)
+    problems = check_record(replace(record, entry=entry, environment=environment))
+    assert [found for found in problems if found.where.startswith("environment")] == [problem]
+
+
+def test_the_environment_of_a_cuda_entry() -> None:
+    record = make_record()
+    entry = replace(record.entry, backend="cuda")
+    problems = check_record(
+        replace(record, entry=entry, environment=replace(record.environment, device_type="cuda", cuda=CUDA))
+    )
+    assert where(problems) == ["graphs[0].object", "graphs[1].object"]  # whose blobs are those of a cpu entry
+
+
+# --- Contradictions: weights
 
 
 def test_weights_that_do_not_add_up() -> None:
     record = make_record()
     weights = record.weights
-    assert where(check_record_weights(replace(record, weights=replace(weights, bytes=1)))) == ["weights.bytes"]
+    assert where(check_record(replace(record, weights=replace(weights, bytes=1)))) == ["weights.bytes"]
 
 
 @pytest.mark.parametrize("change", [{"alias_of": "nowhere"}, {"alias_of": "lm_head.weight"}, {"digest": "0" * 64}])
@@ -281,47 +311,62 @@ def test_aliases_of_nothing(change: dict[str, Any]) -> None:
     tensors = list(record.weights.tensors)
     tensors[1] = replace(tensors[1], **change)
     changed = replace(record, weights=replace(record.weights, tensors=tuple(tensors)))
-    assert where(check_record_weights(changed)) == ["weights.tensors[1].alias_of"]
+    assert where(check_record(changed)) == ["weights.tensors[1].alias_of"]
 
 
-# --- Contradictions: layout and settings (exit 8)
+# --- Contradictions: layout and settings
+
+
+def buckets(record: Record) -> list[Problem]:
+    return [problem for problem in check_record(record) if problem.where == "graphs"]
 
 
 def test_buckets_other_than_the_settings() -> None:
     record = make_record()
-    missing = check_record_layout(replace(record, graphs=record.graphs[:1]))
+    missing = buckets(replace(record, graphs=record.graphs[:1]))
     assert missing == [Problem("graphs", "0 graphs of bucket 2x16", "1 asked for in settings")]
     extra = with_graph(record, 1, bucket=Bucket(2, 32))
-    assert len(check_record_layout(extra)) == 2
+    assert len(check_record(extra)) == 2
     twice = with_graph(record, 1, bucket=Bucket(1, 16))
-    assert len(check_record_layout(twice)) == 2
+    assert len(check_record(twice)) == 2
     repeated = replace(record, settings=replace(record.settings, batch_sizes=(1, 2, 2)))
-    assert len(check_record_layout(repeated)) == 1
+    assert len(check_record(repeated)) == 1
 
 
 def test_too_few_slots() -> None:
     record = make_record()
-    (problem,) = check_record_layout(replace(record, settings=replace(record.settings, slots=2)))
+    (problem,) = check_record(replace(record, settings=replace(record.settings, slots=2)))
     assert problem == Problem("settings.slots", "2", "at least 3 for these batch sizes")
 
 
 def test_names_without_a_region() -> None:
     record = make_record()
-    assert where(check_record_layout(with_graph(record, 0, bindings=("kv.0.key", "nowhere")))) == [
+    assert where(check_record(with_graph(record, 0, bindings=("kv.0.key", "nowhere")))) == [
         "graphs[0].bindings",
         "graphs[0].bindings",
     ]
     moved = replace(record.graphs[1].state[0], name="embed.weight")
-    assert where(check_record_layout(with_graph(record, 1, state=(moved,)))) == ["graphs[1].state"]
+    assert where(check_record(with_graph(record, 1, state=(moved,)))) == ["graphs[1].state"]
 
 
-def test_layout_and_weights_are_left_to_their_rungs(archive: Path) -> None:
-    """Reading does not refuse them: an earlier rung of the ladder comes first."""
+def test_all_contradictions_are_told_at_once(archive: Path) -> None:
     reseal(archive, "settings.slots", 1)
     reseal(archive, "weights.bytes", 1)
-    record = Archive.open(archive).find(None)[0].record
-    assert where(check_record_layout(record)) == ["settings.slots"]
-    assert where(check_record_weights(record)) == ["weights.bytes"]
+    error = refusal(archive)
+    assert error.code == 4
+    assert where(list(error.problems)) == ["weights.bytes", "settings.slots"]
+
+
+@pytest.mark.parametrize("operation", ["inspect", "verify", "load"])
+def test_what_needs_an_unknown_feature_may_contradict_what_this_version_knows(operation: str) -> None:
+    record = make_record(features=Features(**{operation: ("later",)}))
+    plain = to_plain(replace(record, settings=replace(record.settings, slots=1)))
+    with pytest.raises(UnsupportedFormatError, match="needs a newer graphpack") as caught:
+        decode_record(frame(plain), "FILE")
+    assert where(list(caught.value.problems)) == ["features"]
+    plain["features"] = {"inspect": [], "verify": [], "load": [], "optional": ["later"]}
+    with pytest.raises(CorruptArchiveError):
+        decode_record(frame(plain), "FILE")
 
 
 def test_an_empty_record_of_this_version() -> None:
@@ -355,7 +400,7 @@ def test_more_buckets_than_anybody_counts() -> None:
     record = make_record()
     many = tuple(range(1, 100_001))
     started = time.process_time()
-    problems = check_record_layout(replace(record, settings=replace(record.settings, batch_sizes=many, seq_lens=many)))
+    problems = check_record(replace(record, settings=replace(record.settings, batch_sizes=many, seq_lens=many)))
     assert time.process_time() - started < 1
     assert Problem("graphs", "2", "10000000000 asked for in settings") in problems
 
@@ -364,9 +409,9 @@ def test_the_number_of_buckets_that_are_counted_is_exact(monkeypatch: pytest.Mon
     record = make_record()
     asked = replace(record, settings=replace(record.settings, batch_sizes=(1, 2), seq_lens=(16, 32)))
     monkeypatch.setattr(check, "CONTAINER_LIMIT", 4)
-    assert [problem.here for problem in check_record_layout(asked)] == ["1 asked for in settings"] * 2
+    assert [problem.here for problem in check_record(asked)] == ["1 asked for in settings"] * 2
     monkeypatch.setattr(check, "CONTAINER_LIMIT", 3)
-    assert [problem.here for problem in check_record_layout(asked)] == ["4 asked for in settings"]
+    assert [problem.here for problem in check_record(asked)] == ["4 asked for in settings"]
 
 
 @pytest.mark.parametrize("path", ["weights.tensors.0", "layout.regions.0", "graphs.0.state.0"])

@@ -15,9 +15,10 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import pytest
 
 from graphpack.archive import codec, oci
-from graphpack.archive.check import check_record_layout, check_record_weights, decode_record
+from graphpack.archive.check import decode_record
 from graphpack.archive.record import Record
 from graphpack.archive.signature import Statement
+from graphpack.identity.agreement import check_agreement
 from graphpack.schema import field_types, to_plain
 from tests.archive.build import HEADER, identity, packed, sha256
 from tests.archive.independent_reader import parse_record
@@ -178,7 +179,7 @@ def test_the_example() -> None:
     assert codec.frame_record(plain) == data
     record = decode_record(data, "example")
     assert to_plain(record) == plain
-    assert check_record_weights(record) == check_record_layout(record) == []
+    assert check_agreement(record) == []
     assert parse_record(data) == plain
     assert identity(5, plain["model"]["config"]) == plain["model"]["config_digest"]
     tensors = [[row["name"], row["dtype"], row["shape"], row["digest"]] for row in plain["weights"]["tensors"]]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from graphpack.archive.record import CudaEnvironment, Environment, TorchBuild
+from graphpack.archive.record import Environment, TorchBuild
 from graphpack.errors import EnvironmentMismatchError, Problem, UsageError
 from graphpack.identity.compat import check_allowed, check_environment
 from graphpack.identity.environment import Host
@@ -133,20 +133,6 @@ def test_no_torch_at_all_cannot_be_waived(allow: tuple[str, ...]) -> None:
 def test_only_a_plain_version_becomes_part_of_a_command(version: str, command: str) -> None:
     archived = replace(ARCHIVED, torch=TorchBuild(version=version, git_version=COMMIT))
     assert refused(archived, replace(HERE, torch=None))[0].hint == f"{command}: the object runs on torch's libraries"
-
-
-def test_an_entry_for_the_cpu_that_names_a_device_is_refused() -> None:
-    device = CudaEnvironment(
-        capability="9.0", sm_count=132, driver_cuda="13.0", runtime="13.0", cublas="13.1", cudnn="9.15", triton="3.7"
-    )
-    assert refused(replace(ARCHIVED, cuda=device), HERE) == [
-        Problem(
-            "environment.cuda",
-            "present",
-            "none for a cpu entry",
-            "the record contradicts itself; save again",
-        )
-    ]
 
 
 def test_all_problems_are_reported_at_once() -> None:

@@ -79,11 +79,6 @@ def test_a_host_without_a_device_is_refused() -> None:
     assert not more
 
 
-def test_a_record_without_its_device_is_refused() -> None:
-    ((problem,), _) = check_environment(replace(ARCHIVED, cuda=None), HERE, frozenset())
-    assert problem.where == "environment.cuda"
-
-
 def test_the_host_of_a_device_reads_no_libraries() -> None:
     host = read_host(DEVICE)
     assert (host.device_type, host.cuda, host.symbol_versions) == ("cuda", DEVICE, frozenset())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from graphpack.archive.record import Layout
 from graphpack.errors import Problem
 from graphpack.graph import Region, TensorSpec
-from graphpack.identity.layout import check_layout, check_regions, fingerprint, make_layout
+from graphpack.identity.layout import check_fingerprint, check_layout, check_regions, fingerprint, make_layout
 
 AGAIN = "save again with this model and this graphpack"
 DAMAGED = "the record contradicts itself; save again"
@@ -84,7 +85,8 @@ def test_the_same_layout_has_no_problems() -> None:
 def test_a_fingerprint_that_is_not_of_its_regions() -> None:
     computed = f"computed {fingerprint(1, 0, 0, REGIONS)[:12]}"
     wrong = replace(layout(*REGIONS), fingerprint="0" * 64)
-    assert check_layout(wrong, REGIONS, 1) == [Problem("layout.fingerprint", "000000000000", computed, DAMAGED)]
+    assert check_fingerprint(wrong) == [Problem("layout.fingerprint", "000000000000", computed, DAMAGED)]
+    assert check_fingerprint(layout(*REGIONS)) == check_fingerprint(arena(*REGIONS)) == []
 
 
 def test_another_capture_version() -> None:
@@ -132,10 +134,13 @@ def test_one_region_more_on_either_side() -> None:
 
 
 def test_sound_layouts() -> None:
-    assert check_regions(layout(*REGIONS)) == []
-    assert check_regions(layout(region("scalar", shape=()), region("empty", shape=(0, 4)))) == []
-    assert check_regions(arena(region("a", offset=24), region("b"), region("empty", shape=(0,), offset=8))) == []
-    assert check_regions(arena()) == []
+    assert check_regions(layout(*REGIONS), arena=False) == []
+    assert check_regions(layout(region("scalar", shape=()), region("empty", shape=(0, 4))), arena=False) == []
+    assert (
+        check_regions(arena(region("a", offset=24), region("b"), region("empty", shape=(0,), offset=8)), arena=True)
+        == []
+    )
+    assert check_regions(arena(), arena=True) == []
 
 
 @pytest.mark.parametrize(
@@ -149,18 +154,18 @@ def test_sound_layouts() -> None:
     ],
 )
 def test_regions_that_make_no_sense(change: dict[str, object], problem: Problem) -> None:
-    assert check_regions(layout(replace(REGIONS[0], **change))) == [problem]  # type: ignore[arg-type]
+    assert check_regions(layout(replace(REGIONS[0], **change)), arena=False) == [problem]  # type: ignore[arg-type]
 
 
 def test_a_name_used_twice() -> None:
-    assert check_regions(layout(REGIONS[0], REGIONS[0])) == [
+    assert check_regions(layout(REGIONS[0], REGIONS[0]), arena=False) == [
         Problem("layout.regions[1].name", "embed", "used before", DAMAGED)
     ]
 
 
 def test_a_shape_of_too_many_dimensions_is_not_multiplied_out() -> None:
     hostile = replace(REGIONS[0], shape=(2**53 - 1,) * 100_000)
-    assert check_regions(layout(hostile)) == [
+    assert check_regions(layout(hostile), arena=False) == [
         Problem("layout.regions[0].shape", "100000 dimensions", "at most 64", DAMAGED)
     ]
 
@@ -180,4 +185,23 @@ def test_a_shape_of_too_many_dimensions_is_not_multiplied_out() -> None:
     ],
 )
 def test_arenas_that_make_no_sense(made: Layout, problem: Problem) -> None:
-    assert check_regions(made) == [replace(problem, hint=DAMAGED)]
+    assert check_regions(made, arena=True) == [replace(problem, hint=DAMAGED)]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"base": 4096}, Problem("layout.base", "4096", "0 without an arena")),
+        ({"bytes": 4096}, Problem("layout.bytes", "4096", "0 without an arena")),
+        ({"granularity": 4096}, Problem("layout.granularity", "4096", "0 without an arena")),
+        ({"relocatable": False}, Problem("layout.relocatable", "False", "True without an arena")),
+    ],
+)
+def test_an_arena_where_there_is_none(change: dict[str, Any], problem: Problem) -> None:
+    made = replace(layout(region("a"), region("b")), **change)
+    assert check_regions(made, arena=False) == [replace(problem, hint=DAMAGED)]
+
+
+def test_an_arena_that_is_missing() -> None:
+    wheres = [problem.where for problem in check_regions(layout(region("a"), region("b")), arena=True)]
+    assert wheres == ["layout.regions[0].offset", "layout.regions[1].offset", "layout.granularity", "layout.regions"]

@@ -14,7 +14,7 @@ import pytest
 from graphpack.archive.record import Weights, WeightTensor
 from graphpack.errors import Problem, StorageError, WeightsMismatchError
 from graphpack.identity import weights as module
-from graphpack.identity.weights import check_structure, check_weights, hash_weights, weights_root
+from graphpack.identity.weights import check_recorded, check_structure, check_weights, hash_weights, weights_root
 from graphpack.models.weights import StoredTensor, WeightFile, WeightSource
 from tests.identity.sources import FileSource, Tensor, file_source
 
@@ -250,10 +250,9 @@ def test_a_record_that_contradicts_itself_is_refused() -> None:
     twice = with_root(row("a"), row("a"))
     computed = f"computed {good.root[:12]}"
     hint = "the record contradicts its own list of tensors; save again"
-    assert check_weights(replace(good, root="0" * 64), good) == [Problem("weights.root", "0" * 12, computed, hint)]
-    assert check_weights(twice, with_root(row("a"))) == [
-        Problem("a", archived="recorded twice", hint="the record is damaged")
-    ]
+    assert check_recorded(replace(good, root="0" * 64)) == [Problem("weights.root", "0" * 12, computed, hint)]
+    assert check_recorded(twice) == [Problem("a", archived="recorded twice", hint="the record is damaged")]
+    assert check_recorded(good) == []
 
 
 def test_hostile_names_are_shown_safely() -> None:

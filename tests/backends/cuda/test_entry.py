@@ -18,6 +18,7 @@ import graphpack
 from graphpack import backends
 from graphpack.backends.cuda.restore import CudaBackend
 from graphpack.errors import (
+    CorruptArchiveError,
     EnvironmentMismatchError,
     GraphpackError,
     InputError,
@@ -196,23 +197,30 @@ def test_twenty_rounds(archive: Path, driver: FakeDriver) -> None:
     assert driver.free == driver.total
 
 
+def seal_fingerprint(archive: Path) -> None:
+    layout = read_record(archive)["layout"]
+    names = ("capture_version", "bytes", "granularity", "regions")
+    reseal(archive, "layout.fingerprint", identity(3, {name: layout[name] for name in names}))
+
+
 @pytest.mark.parametrize(
     ("path", "value", "kind", "where"),
     [
         ("layout.granularity", 4096, LayoutMismatchError, "layout.granularity"),
         ("layout.base", 0, LayoutMismatchError, "layout.base"),
-        ("layout.regions.0.offset", 1 << 30, LayoutMismatchError, "layout.regions[0].offset"),
+        ("layout.regions.0.offset", 1 << 30, CorruptArchiveError, "layout.regions[0].offset"),
         ("settings.cpu_isa", "avx2", LayoutMismatchError, "settings.cpu_isa"),
-        ("environment.cuda", None, EnvironmentMismatchError, "environment.cuda"),
+        ("environment.cuda", None, CorruptArchiveError, "environment.cuda"),
         ("graphs.0.nodes", 3, GraphpackError, "graphs[0].nodes"),
         ("graphs.0.topology", "0" * 64, GraphpackError, "graphs[0].topology"),
-        ("weights.tensors.0.digest", "0" * 64, WeightsMismatchError, "weights.root"),
+        ("weights.tensors.0.digest", "0" * 64, CorruptArchiveError, "weights.root"),
     ],
 )
 def test_a_record_that_is_wrong(
     archive: Path, driver: FakeDriver, path: str, value: Any, kind: type[GraphpackError], where: str
 ) -> None:
     reseal(archive, path, value)
+    seal_fingerprint(archive)
     error = refusal(archive, kind)
     assert where in [problem.where for problem in error.problems], str(error)
     assert driver.held() == {}
@@ -226,6 +234,7 @@ def test_wrong_weights_are_reported_before_a_wrong_layout(archive: Path, driver:
     ]
     reseal(archive, "weights.root", identity(2, sorted(rows)))
     reseal(archive, "layout.granularity", 4096)
+    seal_fingerprint(archive)
     assert refusal(archive, LayoutMismatchError).code == 8
     assert refusal(archive, WeightsMismatchError, verify=True).code == 7
     assert driver.held() == {}

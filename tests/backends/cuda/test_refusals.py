@@ -18,6 +18,7 @@ from graphpack import opening, restore
 from graphpack.backends.cuda.libcuda import CudaError
 from graphpack.backends.cuda.restore import CudaBackend
 from graphpack.errors import (
+    CorruptArchiveError,
     EnvironmentMismatchError,
     GraphpackError,
     LayoutMismatchError,
@@ -27,7 +28,7 @@ from graphpack.errors import (
 )
 from graphpack.models.presets import make_checkpoint
 from graphpack.results import LoadRequest
-from tests.archive.build import read_record, reseal
+from tests.archive.build import identity, read_record, reseal
 from tests.backends.cuda.kept import ARCHIVES, AnsweringDriver, record_of, replayable
 
 ROOT = Path(__file__).parents[3]
@@ -131,6 +132,13 @@ def taken(archive: Path, driver: AnsweringDriver) -> None:
     driver.reserve(layout["bytes"], layout["base"])
 
 
+def other_weights(archive: Path, _: AnsweringDriver) -> None:
+    reseal(archive, "weights.tensors.2.digest", "0" * 64)
+    tensors = read_record(archive)["weights"]["tensors"]
+    rows = [[row[key] for key in ("name", "dtype", "shape", "digest")] for row in tensors]
+    reseal(archive, "weights.root", identity(2, sorted(rows)))
+
+
 def other_bits(archive: Path, driver: AnsweringDriver) -> None:
     driver.salt = b"another device"
 
@@ -153,9 +161,10 @@ REFUSALS: dict[str, tuple[Change, type[GraphpackError], str]] = {
     ),
     "no device": (lambda _, driver: setattr(driver, "devices", 0), EnvironmentMismatchError, "device"),
     "taken base": (taken, LayoutMismatchError, "layout.base"),
-    "wrong weights": (
+    "wrong weights": (other_weights, WeightsMismatchError, "model.layers.0.input_layernorm.weight"),
+    "a record that contradicts itself": (
         resealed("weights.tensors.2.digest", "0" * 64),
-        WeightsMismatchError,
+        CorruptArchiveError,
         "weights.root",
     ),
     "wrong outputs": (other_bits, OutputsDifferError, "bucket 1x64, step 0"),

@@ -1,0 +1,157 @@
+"""A record that is too large to be read is not written, and the refusal says which part of it is, and by how much."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphpack.archive import codec, oci
+from graphpack.archive.check import decode_record
+from graphpack.archive.limits import check_limits
+from graphpack.archive.store import Archive
+from graphpack.errors import CaptureRefusedError, CorruptArchiveError, Problem, StorageError
+from graphpack.schema import Plain, to_plain
+from tests.archive.build import frame, make_archive, make_record
+
+FEWER = "save fewer batch sizes and sequence lengths in one entry, or a model of fewer tensors"
+
+
+def record_with(informational: Plain) -> dict[str, Any]:
+    plain: dict[str, Any] = to_plain(make_record(informational=informational))
+    return plain
+
+
+def containers(value: Any) -> int:
+    members = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if members is None else 1 + sum(map(containers, members))
+
+
+def items(value: Any) -> int:
+    members = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if members is None else len(members) + sum(map(items, members))
+
+
+def nested(levels: int) -> Any:
+    value: Any = 0
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+EMPTY = record_with({"x": []})
+OTHERS = containers(EMPTY)
+MEMBERS = items(EMPTY)
+TEXTS = {str(number): "a" * codec.TEXT_LIMIT for number in range(7)}
+REST = codec.RECORD_LIMIT - len(frame(record_with({**TEXTS, "x": "a" * 500_000}))) + 500_000
+
+LARGE: dict[str, tuple[Callable[[int], Plain], str, str]] = {
+    "lists": (
+        lambda more: {"x": [[]] * (codec.CONTAINER_LIMIT - OTHERS + more)},
+        "informational",
+        f"{codec.CONTAINER_LIMIT - OTHERS + 3} of the record's 65537 lists and maps, at most 65536",
+    ),
+    "numbers": (
+        lambda more: {"x": [0] * (codec.ITEM_LIMIT - MEMBERS + more)},
+        "informational",
+        f"{codec.ITEM_LIMIT - MEMBERS + 2} of the record's 262145 members of lists and maps, at most 262144",
+    ),
+    "bytes": (
+        lambda more: {**TEXTS, "x": "a" * (REST + more)},
+        "informational",
+        f"{len(codec.pack({**TEXTS, 'x': 'a' * (REST + 1)}))} of the record's 8388609 bytes, at most 8388608",
+    ),
+    "a map": (
+        lambda more: {"x": dict.fromkeys(map(str, range(codec.CONTAINER_LIMIT + more)))},
+        "informational.x",
+        "a map of 65537 members, at most 65536",
+    ),
+    "a text": (
+        lambda more: {"x": ["", "a" * (codec.TEXT_LIMIT - 2 + more) + "é"]},
+        "informational.x[1]",
+        "a text of 1048577 bytes, at most 1048576",
+    ),
+    "a key": (
+        lambda more: {"x": {"a" * (codec.TEXT_LIMIT + more): 0}},
+        "informational.x",
+        "a text of 1048577 bytes, at most 1048576",
+    ),
+    "levels": (
+        lambda more: {"x": nested(codec.DEPTH_LIMIT - 2 + more)},
+        f"informational.x{'[0]' * 30}",
+        "nested more than 32 levels",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_what_a_reader_refuses_is_refused_by_the_writer(name: str) -> None:
+    make, where, here = LARGE[name]
+    largest = record_with(make(0))
+    assert check_limits(largest) == []
+    decode_record(frame(largest), "record")
+    larger = record_with(make(1))
+    hint = FEWER if "of the record's" in here else ""
+    assert check_limits(larger) == [Problem(where, here=here, hint=hint)]
+    with pytest.raises(CorruptArchiveError):
+        decode_record(frame(larger), "record")
+
+
+def test_what_has_most_of_it_is_named() -> None:
+    plain = record_with({"x": [[]] * 20_000})
+    plain["weights"]["tensors"] *= 16_000
+    assert [problem.where for problem in check_limits(plain)] == ["weights", "weights"]
+    assert [
+        problem.here.rpartition(",")[0].partition("'s ")[2].partition(" ")[2] for problem in check_limits(plain)
+    ] == [
+        "lists and maps",
+        "members of lists and maps",
+    ]
+
+
+def test_nothing_of_such_an_entry_is_written(tmp_path: Path) -> None:
+    archive = Archive.create(tmp_path / "archive")
+    record = make_record(informational={"x": "a" * (codec.TEXT_LIMIT + 1)})
+    with pytest.raises(CaptureRefusedError, match="entry 'tiny' is larger than a record can describe") as refused:
+        archive.put_entry(record)
+    assert refused.value.code == 9
+    assert [problem.where for problem in refused.value.problems] == ["informational.x"]
+    assert list((tmp_path / "archive" / "blobs" / "sha256").iterdir()) == []
+
+
+def test_a_manifest_that_would_be_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = make_record()
+    archive = Archive.create(tmp_path / "archive")
+    size = archive.put_entry(record).size
+    other = make_record(informational={})  # whose manifest is of the same size
+    monkeypatch.setattr(oci, "MANIFEST_LIMIT", size)
+    archive.put_entry(other)
+    monkeypatch.setattr(oci, "MANIFEST_LIMIT", size - 1)
+    before = sorted((tmp_path / "archive" / "blobs" / "sha256").iterdir())
+    with pytest.raises(CaptureRefusedError, match="larger than a manifest can list") as refused:
+        archive.put_entry(make_record(informational={"host": "another"}))
+    (problem,) = refused.value.problems
+    assert problem.where == "blobs"
+    assert problem.here == f"{len(record.blobs)} in a manifest of {size} bytes, at most {size - 1}"
+    assert sorted((tmp_path / "archive" / "blobs" / "sha256").iterdir()) == before
+
+
+def test_an_archive_that_is_full_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "archive"
+    archive = make_archive(path)
+    before = (path / "index.json").read_bytes()
+    ref = archive.put_entry(make_record("second"))
+    monkeypatch.setattr(oci, "INDEX_LIMIT", len(before) + 1)
+    with pytest.raises(StorageError, match="is full") as refused:
+        archive.commit(ref, "second")
+    (problem,) = refused.value.problems
+    assert problem.where == "index.json"
+    assert problem.here.startswith("2 manifests in ")
+    assert (path / "index.json").read_bytes() == before
+    archive.discard()
+    assert Archive.open(path).entry_names() == ("tiny",)
+    archive = Archive.create(path)
+    archive.commit(archive.put_entry(make_record(informational={})), "tiny")
+    assert len((path / "index.json").read_bytes()) <= oci.INDEX_LIMIT
