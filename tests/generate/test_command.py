@@ -197,8 +197,8 @@ def test_operators_are_told_what_ran_and_where_no_graph_fitted(generate: Generat
     assert (fallback["level"], fallback["entry"], fallback["bucket"]) == ("warning", "tiny-llama", "10x1")
     assert fallback["message"].startswith("no captured bucket fits 10 rows up to position 0 (policy pad), so they run")
     assert (told["message"].partition(",")[0], told["entry"]) == ("generated 20 tokens", "tiny-llama")
-    told = lines(generate("--log-format", "json", prompts=many[:3]).err)
-    active = [line for line in told if line["message"] == "replay active"]
+    small = lines(generate("--log-format", "json", prompts=many[:3]).err)
+    active = [line for line in small if line["message"] == "replay active"]
     assert active == [{"level": "info", "message": "replay active", "entry": "tiny-llama", "bucket": "4x32"}]
 
 

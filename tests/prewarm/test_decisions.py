@@ -422,7 +422,7 @@ def test_an_archive_that_cannot_be_read_ends_it(
         raise StorageError(f"cannot read {path.name}", [Problem("index.json", here="Input/output error")])
 
     built_in(tmp_path, "a")
-    monkeypatch.setattr(prewarm.Archive, "open", unreadable)
+    monkeypatch.setattr("graphpack.prewarm.Archive.open", unreadable)
     outcome = run("prewarm")
     assert (outcome.code, outcome.out, asked) == (12, "", {})
     assert outcome.err == "error: cannot read archive (1 problem)\n  index.json  here Input/output error\n"
