@@ -145,22 +145,24 @@ def load(
     from pathlib import Path
 
     from graphpack import opening
-    from graphpack.results import LoadRequest
 
-    request = LoadRequest(
-        archive=Path(archive),
-        names=() if name is None else (name,),
-        weights={} if weights is None else {None: Path(weights)},
-        device=device,
-        verify=verify,
-        allow=frozenset(allow),
-        copy_weights=copy_weights,
-        lazy_graphs=lazy_graphs,
-        trusted_keys=tuple(Path(key) for key in trusted_keys),
-        require_signature=require_signature,
-        bind=bind or {},
-    )
-    return opening.load_only(request)
+    with opening.begun(Path(archive), device):
+        from graphpack.results import LoadRequest
+
+        request = LoadRequest(
+            archive=Path(archive),
+            names=() if name is None else (name,),
+            weights={} if weights is None else {None: Path(weights)},
+            device=device,
+            verify=verify,
+            allow=frozenset(allow),
+            copy_weights=copy_weights,
+            lazy_graphs=lazy_graphs,
+            trusted_keys=tuple(Path(key) for key in trusted_keys),
+            require_signature=require_signature,
+            bind=bind or {},
+        )
+        return opening.load_only(request)
 
 
 def inspect(archive: AnyPath, name: str | None = None) -> dict[str, Any]:

@@ -1,22 +1,35 @@
-"""A load from its start. A device takes longer to start than everything that restores takes to import, so it starts
-first: its driver at a glance at the archive, its context once the entries are known.
+"""A load from its start. A device takes about as long to start as everything that restores takes to import, so it
+starts first, at a glance at the archive, and in a thread of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from graphpack import logs
 from graphpack.archive.glance import mentions
-from graphpack.backends import BLOB_TYPES, hold, wake
+from graphpack.backends import BLOB_TYPES, hold
 from graphpack.errors import NotFoundError, Problem, UsageError
-from graphpack.results import LoadedEntry, LoadRequest, Observer, SilentObserver
+from graphpack.interpreter import collector_paused
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from graphpack.archive.store import Archive, Entry
     from graphpack.replay import RestoredModel
+    from graphpack.results import LoadedEntry, LoadRequest, Observer
+
+
+@contextmanager
+def begun(archive: Path, device: str | None) -> Iterator[None]:
+    """What a load begins with, before even its request can be made: the device that this archive seems to need starts
+    in a thread. It may begin twice, one in the other."""
+    with collector_paused(), ExitStack() as held:
+        for backend, blob_type in BLOB_TYPES.items():
+            if mentions(archive, blob_type):
+                held.enter_context(hold(device or backend))
+        yield
 
 
 def load(request: LoadRequest, observer: Observer | None = None) -> list[RestoredModel]:
@@ -24,8 +37,9 @@ def load(request: LoadRequest, observer: Observer | None = None) -> list[Restore
 
     Raises the GraphpackError of the earliest rung that fails, with all problems of that rung.
     """
-    archive, entries = _open(request)
-    return _restored(archive, entries, request, observer or SilentObserver())
+    with begun(request.archive, request.device):
+        archive, entries = _open(request)
+        return _restored(archive, entries, request, observer)
 
 
 def load_only(request: LoadRequest, observer: Observer | None = None) -> RestoredModel:
@@ -33,18 +47,16 @@ def load_only(request: LoadRequest, observer: Observer | None = None) -> Restore
 
     Raises UsageError naming the entries if there are several; else as `load`.
     """
-    archive, entries = _open(request)
-    if len(entries) != 1:
-        names = ", ".join(entry.record.entry.name for entry in entries)
-        raise UsageError(f"name one of the archive's {len(entries)} entries: {names}")
-    (model,) = _restored(archive, entries, request, observer or SilentObserver())
-    return model
+    with begun(request.archive, request.device):
+        archive, entries = _open(request)
+        if len(entries) != 1:
+            names = ", ".join(entry.record.entry.name for entry in entries)
+            raise UsageError(f"name one of the archive's {len(entries)} entries: {names}")
+        (model,) = _restored(archive, entries, request, observer)
+        return model
 
 
 def _open(request: LoadRequest) -> tuple[Archive, Sequence[Entry]]:
-    for backend, blob_type in BLOB_TYPES.items():
-        if mentions(request.archive, blob_type):
-            wake(backend)
     from graphpack.archive.store import Archive
     from graphpack.identity.compat import check_allowed
 
@@ -89,8 +101,9 @@ def _held(archive: Archive, names: Sequence[str]) -> dict[str, Entry]:
 
 
 def _restored(
-    archive: Archive, entries: Sequence[Entry], request: LoadRequest, observer: Observer
+    archive: Archive, entries: Sequence[Entry], request: LoadRequest, observer: Observer | None
 ) -> list[RestoredModel]:
+    from graphpack import logs
     from graphpack.configuration.config import find_config
     from graphpack.trust_settings import find_policy
 
@@ -102,11 +115,13 @@ def _restored(
         for device in sorted(devices):
             held.enter_context(hold(device))
         from graphpack.restore import restore_entry
+        from graphpack.results import SilentObserver
 
+        told = observer or SilentObserver()
         models = []
         for entry in entries:
             with logs.about(entry.name):
-                models.append(opened.enter_context(restore_entry(archive, entry, request, config, policy, observer)))
+                models.append(opened.enter_context(restore_entry(archive, entry, request, config, policy, told)))
         opened.pop_all()
     for model in models:
         _tell(model.result)
@@ -114,6 +129,8 @@ def _restored(
 
 
 def _tell(restored: LoadedEntry) -> None:
+    from graphpack import logs
+
     logs.info(
         f"restored {restored.graphs} decode graphs",
         entry=restored.name,

@@ -91,7 +91,7 @@ class _Restore:
                 self._check_trust()
             with self._stage("environment"):
                 self._check_environment()
-            self._session.prepare(self._record, self._blobs, self._request)
+            self._session.prepare(self._record, self._blobs)
             with self._stage("weights"):
                 located = self._open_weights()
                 source = undo.enter_context(located.source)
@@ -132,6 +132,7 @@ class _Restore:
         if self._device.partition(":")[0] == backend_name:
             self._session: Session = backend(backend_name).open(self._device)
             undo.callback(self._session.close)
+            self._session.begin(self._record, self._request)
 
     def _read_blobs(self) -> None:
         """Read, hash and decompress every blob this load needs: with `--verify`, every blob there is."""

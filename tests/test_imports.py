@@ -20,11 +20,11 @@ LONGEST_MODULE = 400
 # A module imports only what stands before it.
 ORDER = """
     errors elf words process jobs logs
-    schema dtypes graph results stages convert home
+    schema dtypes graph results stages convert home interpreter
     configuration configuration.yaml_file configuration.keys configuration.reader configuration.environment
     configuration.config
-    archive archive.record archive.codec archive.limits archive.oci archive.owner archive.files archive.lock
-    archive.looks archive.glance archive.finding archive.check archive.permissions archive.keys archive.signature
+    archive archive.glance archive.record archive.codec archive.limits archive.oci archive.owner archive.files
+    archive.lock archive.looks archive.finding archive.check archive.permissions archive.keys archive.signature
     archive.reading archive.store archive.collect archive.trust archive.remembered archive.validate
     identity identity.environment identity.cpu_isa identity.digests identity.weights identity.layout identity.compat
     identity.agreement
@@ -38,7 +38,8 @@ ORDER = """
     backends.cuda.host backends.cuda.heap backends.cuda.images backends.cuda.spans backends.cuda.bindings
     backends.cuda.placement
     backends.cuda.arena
-    backends.cuda.rebuild backends.cuda.upload backends.cuda.relay backends.cuda.device_memory backends.cuda.executable
+    backends.cuda.rebuild backends.cuda.ring backends.cuda.upload backends.cuda.relay
+    backends.cuda.device_memory backends.cuda.executable
     backends.cuda.session backends.cuda.restore
     backends.cuda
     backends.cuda.cubin backends.cuda.image_file backends.cuda.trim

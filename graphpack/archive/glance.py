@@ -7,6 +7,9 @@ import re
 import stat
 from pathlib import Path
 
+CUDA_GRAPH_TYPE = "application/vnd.graphpack.cudagraph.v1+zstd"
+"""The media type that says a device will be needed. `oci` has the others, and imports more than a glance takes."""
+
 _MANIFESTS = 16
 _LARGEST = 1 << 20
 _DIGEST = re.compile(rb"sha256:([0-9a-f]{64})")

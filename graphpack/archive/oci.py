@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from graphpack.archive import glance
 from graphpack.archive.codec import corrupt, decode_json, encode_json
 from graphpack.archive.record import Blob
 from graphpack.errors import CorruptArchiveError, Problem, UnsupportedFormatError
@@ -31,7 +32,7 @@ MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 ENTRY_TYPE = "application/vnd.graphpack.entry.v1"
 RECORD_TYPE = "application/vnd.graphpack.record.v1"
 OBJECT_TYPE = "application/vnd.graphpack.object.v1+zstd"
-CUDA_GRAPH_TYPE = "application/vnd.graphpack.cudagraph.v1+zstd"
+CUDA_GRAPH_TYPE = glance.CUDA_GRAPH_TYPE
 IMAGE_TYPE = "application/vnd.graphpack.cubin.v1+zstd"
 GOLDEN_TYPE = "application/vnd.graphpack.golden.v1+zstd"
 CONSTANTS_TYPE = "application/vnd.graphpack.constants.v1+zstd"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
-from graphpack.archive.oci import CUDA_GRAPH_TYPE
+from graphpack.archive.glance import CUDA_GRAPH_TYPE
 from graphpack.errors import EnvironmentMismatchError, Problem
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 BACKENDS = ("cpu", "cuda")
 
 BLOB_TYPES = {"cuda": CUDA_GRAPH_TYPE}
-"""Media types by which to know, at a glance, the entries of backends that `wake` does something for."""
+"""Media types by which to know, at a glance, the entries of backends that `hold` does something for."""
 
 
 class Memory(Protocol):
@@ -81,6 +81,9 @@ class Executable(Protocol):
 class Session(Protocol):
     """One restore on one device. The methods are called in this order; `blobs` are the entry's by digest."""
 
+    def begin(self, record: Record, request: LoadRequest) -> None:
+        """Begin, in threads, what the record alone tells. What goes wrong there comes with its rung."""
+
     def device(self) -> CudaDevice | None:
         """The device as an entry can depend on it, None on cpu. EnvironmentMismatchError if there is none."""
 
@@ -98,7 +101,7 @@ class Session(Protocol):
     ) -> Memory:
         """Memory for every region. Weights may still be on their way, see `Memory.ready`."""
 
-    def prepare(self, record: Record, blobs: Mapping[str, bytes], request: LoadRequest) -> None:
+    def prepare(self, record: Record, blobs: Mapping[str, bytes]) -> None:
         """Begin, in threads, what needs no memory of the entry's. What goes wrong there comes with its rung."""
 
     def check_blobs(self, record: Record, blobs: Mapping[str, bytes]) -> None:
@@ -205,16 +208,11 @@ def backend(name: str) -> Backend:
     return module
 
 
-def wake(name: str) -> None:
-    """Let a backend that takes long to start begin now, in a thread; nothing needs to wait for it or undo it."""
-    import_module(f"graphpack.backends.{name}").wake()
-
-
 def hold(device: str) -> AbstractContextManager[None]:
     """Have a device, `cuda` or `cuda:1`, made ready in a thread, and kept so until the end; where that fails, whoever
     uses the device will learn why."""
     name, _, index = device.partition(":")
-    if name not in BACKENDS:
+    if name not in BACKENDS or not (index or "0").isdecimal():
         return nullcontext()
     held: AbstractContextManager[None] = import_module(f"graphpack.backends.{name}").hold(int(index or 0))
     return held

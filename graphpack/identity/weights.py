@@ -10,7 +10,7 @@ import hashlib
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -18,14 +18,18 @@ from typing import NamedTuple, Protocol
 from graphpack.archive.record import Weights, WeightTensor
 from graphpack.errors import Problem, WeightsMismatchError
 from graphpack.identity.digests import Tag, digest_of
+from graphpack.interpreter import quick_handover
 from graphpack.schema import shown
 
 LEAF_BYTES = 1 << 20
-BUFFER_BYTES = LEAF_BYTES + 2 * mmap.PAGESIZE
-"""Room to place a chunk of any size where it is copied fastest, behind its tag byte."""
+_MOST_AT_ONCE = 4
+"""Leaves that are read together."""
+BUFFER_BYTES = _MOST_AT_ONCE * LEAF_BYTES + mmap.PAGESIZE
+"""Room to place what is read at once where it is copied fastest."""
 _DIGEST_BYTES = 32
 _MOST_THREADS = 16
-_BELOW = 8
+_MANY_THREADS = 8
+_LEAF_HASH = hashlib.sha256(Tag.LEAF.value)
 _PROGRESS_SECONDS = 0.1
 
 _OTHER_WEIGHTS = "pass --weights with the checkpoint this entry was saved from, or save again"
@@ -133,8 +137,8 @@ def check_structure(archived: Weights, source: WeightSource) -> list[Problem]:
 # Hashing.
 
 
-class _Leaf(NamedTuple):
-    """A chunk of a tensor, from its byte `start` on, which is at `offset` of a file; and where its digest goes."""
+class _Run(NamedTuple):
+    """Leaves of a tensor, from its byte `start` on, which are at `offset` of a file; and where their digests go."""
 
     tensor: str
     start: int
@@ -142,15 +146,20 @@ class _Leaf(NamedTuple):
     offset: int
     length: int
     digests: bytearray
-    place: int
+
+
+def _runs(name: str, tensor: StoredTensor, digests: bytearray, size: int) -> Iterator[_Run]:
+    """A tensor in runs of `size` bytes, the last one shorter."""
+    for start in range(0, tensor.bytes, size):
+        yield _Run(name, start, tensor.file, tensor.offset + start, min(size, tensor.bytes - start), digests)
 
 
 class _Hashing:
-    """Reads chunks with `read_into` to where each thread's carrier says, and hashes them."""
+    """Reads runs with `read_into` to where each thread's carrier says, and hashes their leaves."""
 
     def __init__(self, read_into: Callable[[int, int, memoryview], None], carriers: Callable[[int], Carrier]) -> None:
         self._read_into, self._carriers = read_into, carriers
-        self._leaves: deque[_Leaf] = deque()
+        self._runs: deque[_Run] = deque()
 
     def digests(
         self, tensors: Mapping[str, StoredTensor], progress: Callable[[int], None] | None, threads: int
@@ -158,17 +167,16 @@ class _Hashing:
         # Imported here because it takes milliseconds, and a load that does not verify never hashes.
         from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
+        # One leaf stays in a processor's own cache until it is hashed. Where many threads want Python's lock back after
+        # each read, that takes longer than what the cache saves.
+        size = LEAF_BYTES * (_MOST_AT_ONCE if threads >= _MANY_THREADS else 1)
         found: dict[str, bytearray] = {}
         for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].file, item[1].offset)):
-            starts = range(0, tensor.bytes, LEAF_BYTES)
-            found[name] = digests = bytearray(len(starts) * _DIGEST_BYTES)
-            for index, start in enumerate(starts):
-                length = min(LEAF_BYTES, tensor.bytes - start)
-                place = index * _DIGEST_BYTES
-                self._leaves.append(_Leaf(name, start, tensor.file, tensor.offset + start, length, digests, place))
+            found[name] = bytearray(len(range(0, tensor.bytes, LEAF_BYTES)) * _DIGEST_BYTES)
+            self._runs += _runs(name, tensor, found[name], size)
 
         done = [0] * threads
-        with ThreadPoolExecutor(threads, "graphpack-hash") as pool:
+        with quick_handover(), ThreadPoolExecutor(threads, "graphpack-hash") as pool:
             try:
                 workers = {pool.submit(self._work, done, worker) for worker in range(threads)}
                 while workers:
@@ -178,27 +186,31 @@ class _Hashing:
                     if progress:
                         progress(sum(done))
             finally:
-                self._leaves.clear()  # What makes the threads stop after an error or an interrupt.
+                self._runs.clear()  # What makes the threads stop after an error or an interrupt.
         return {name: _tensor_digest(tensors[name].bytes, digests) for name, digests in found.items()}
 
     def _work(self, done: list[int], worker: int) -> None:
-        """One thread: take the next leaf, read it behind the tag byte, hash both. Both release Python's lock."""
+        """One thread: take the next run, read it, hash its leaves. Both release Python's lock."""
         with closing(self._carriers(worker)) as carrier:
             while True:
                 try:
-                    leaf = self._leaves.popleft()
+                    run = self._runs.popleft()
                 except IndexError:
                     return
                 buffer = carrier.buffer()
                 # The kernel copies from its page cache, and a copy to an address a little above the source's, counted
-                # within a page, runs at a third to a seventh of the speed on some processors. A little below is fast.
-                start = mmap.PAGESIZE + leaf.offset % mmap.PAGESIZE - _BELOW
-                self._read_into(leaf.file, leaf.offset, buffer[start : start + leaf.length])
-                buffer[start - 1 : start] = Tag.LEAF.value
-                carrier.read(leaf.tensor, leaf.start, start, leaf.length)
-                digest = hashlib.sha256(buffer[start - 1 : start + leaf.length]).digest()
-                leaf.digests[leaf.place : leaf.place + _DIGEST_BYTES] = digest
-                done[worker] += leaf.length
+                # within a page, runs at a third to a seventh of the speed on some processors. To the same is fast.
+                first = run.offset % mmap.PAGESIZE
+                self._read_into(run.file, run.offset, buffer[first : first + run.length])
+                carrier.read(run.tensor, run.start, first, run.length)
+                end = first + run.length
+                place = run.start // LEAF_BYTES * _DIGEST_BYTES
+                for start in range(first, end, LEAF_BYTES):
+                    leaf = _LEAF_HASH.copy()
+                    leaf.update(buffer[start : min(start + LEAF_BYTES, end)])
+                    run.digests[place : place + _DIGEST_BYTES] = leaf.digest()
+                    place += _DIGEST_BYTES
+                done[worker] += run.length
 
 
 def _tensor_digest(size: int, leaf_digests: bytearray) -> str:

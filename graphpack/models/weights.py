@@ -45,7 +45,6 @@ class Content(Protocol):
 
     def read_into(self, offset: int, target: memoryview) -> None: ...
     def view(self) -> memoryview: ...
-    def shared(self) -> memoryview: ...
     def address(self) -> int: ...
     def changed(self) -> list[Problem]: ...
     def close(self) -> None: ...
@@ -65,7 +64,6 @@ class WeightFile:
         self._opened = _identity(status)
         self.size = status.st_size
         self._mapping: mmap.mmap | None = None
-        self._shared: mmap.mmap | None = None
 
     def read_into(self, offset: int, target: memoryview) -> None:
         self._require_open()
@@ -81,16 +79,6 @@ class WeightFile:
 
     def view(self) -> memoryview:
         return memoryview(self._mapped())
-
-    def shared(self) -> memoryview:
-        """The file's pages themselves, read-only: what a device can copy from without another copy in between."""
-        self._require_open()
-        if self._shared is None:
-            try:
-                self._shared = mmap.mmap(self._descriptor, self.size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-            except (OSError, ValueError) as error:
-                raise StorageError(f"{self.path}: cannot map into memory: {error}") from error
-        return memoryview(self._shared)
 
     def address(self) -> int:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._mapped()))
@@ -109,7 +97,7 @@ class WeightFile:
             os.close(self._descriptor)
         self._descriptor = -1
         # Views and tensors made from the mapping keep it alive for as long as they need it.
-        self._mapping = self._shared = None
+        self._mapping = None
 
     def _mapped(self) -> mmap.mmap:
         self._require_open()
@@ -142,9 +130,6 @@ class _Array:
 
     def view(self) -> memoryview:
         return self._bytes.data
-
-    def shared(self) -> memoryview:
-        return self.view()
 
     def address(self) -> int:
         return int(self._bytes.ctypes.data)
@@ -207,10 +192,6 @@ class WeightSource:
         """The bytes at `address`, without a copy; the view keeps them alive."""
         tensor = self._tensor(name)
         return self._contents[tensor.file].view()[tensor.offset : tensor.offset + tensor.bytes]
-
-    def shared(self, file: int) -> memoryview:
-        """All bytes of a file, mapped read-only and shared with the page cache. Raises StorageError."""
-        return self._contents[file].shared()
 
     def changed(self) -> list[Problem]:
         """One problem for each file whose identity, size or times are no longer those it was opened with."""

@@ -16,7 +16,7 @@ CODE = """
 import ctypes, json, mmap, os, sys, threading, time
 from graphpack.backends.cuda import upload
 from graphpack.backends.cuda.driver import driver
-from graphpack.backends.cuda.upload import Plan, Copy, Upload, staging_pages
+from graphpack.backends.cuda.upload import Plan, Copy, Upload, upload_pages
 path, touched = sys.argv[1], sys.argv[2] == "touched"
 for setting in sys.argv[3:]:
     name, value = setting.split("=")
@@ -33,10 +33,9 @@ if touched:
     cuda.fill_async(base, 0, room, stream); cuda.synchronize_stream(stream)
 tensor = StoredTensor("w", "uint8", (size,), 0, 0, size)
 source = WeightSource({"w": tensor}, {}, [WeightFile(Path(path))], [Path(path)])
-pages = staging_pages(size)
-if pages: pages.wait()
 rates = []
 for _ in range(3):
+    pages = upload_pages(size); pages.wait()
     start = time.perf_counter()
     made = Upload(cuda, context, Plan((Copy(0, 0, size, base),), ()), source, pages)
     made.wait()
@@ -47,12 +46,10 @@ print(json.dumps(rates))
 
 WAYS = {
     "as it is": (),
-    "mapped only": ("_STAGING_THREADS=0",),
-    "mapped only, 256 MiB": ("_STAGING_THREADS=0", f"PIECE={256 << 20}"),
-    "mapped only, 256 MiB, 4 threads": ("_STAGING_THREADS=0", f"PIECE={256 << 20}", "_MAPPING_THREADS=4"),
-    "staged only": ("_MAPPING_THREADS=0",),
-    "staged only, 8 MiB": ("_MAPPING_THREADS=0", f"STAGING={8 << 20}"),
-    "staged only, 14 threads": ("_MAPPING_THREADS=0", "_STAGING_THREADS=14"),
+    "pieces of 2 MiB": (f"PIECE={2 << 20}", f"_PLACE={(2 << 20) + 4096}"),
+    "pieces of 8 MiB": (f"PIECE={8 << 20}", f"_PLACE={(8 << 20) + 4096}"),
+    "8 threads": ("_THREADS=8",),
+    "16 threads": ("_THREADS=16",),
 }
 
 

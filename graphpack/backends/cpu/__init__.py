@@ -5,10 +5,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 
-def wake() -> None:
-    """A processor is awake."""
-
-
 def hold(index: int) -> AbstractContextManager[None]:  # noqa: ARG001 - there is but one
     """Nothing to make ready."""
     return nullcontext()

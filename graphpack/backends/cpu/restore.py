@@ -76,8 +76,11 @@ class CpuSession:
         self._memory = CpuMemory(record.layout.regions, weights, constants, copy_weights=request.copy_weights)
         return self._memory
 
-    def prepare(self, record: Record, blobs: Mapping[str, bytes], request: LoadRequest) -> None:
+    def begin(self, record: Record, request: LoadRequest) -> None:
         """Nothing here takes long enough."""
+
+    def prepare(self, record: Record, blobs: Mapping[str, bytes]) -> None:
+        """Nor here."""
 
     def check_blobs(self, record: Record, blobs: Mapping[str, bytes]) -> None:
         for graph in record.graphs:

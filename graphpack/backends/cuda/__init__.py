@@ -5,15 +5,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 
-def wake() -> None:
-    """Start the driver in a thread of its own. Whoever uses the driver next waits for it, and learns if it failed."""
-    from threading import Thread
-
-    from graphpack.backends.cuda.libcuda import start
-
-    Thread(target=start, name="graphpack-wake", daemon=True).start()
-
-
 def hold(index: int) -> AbstractContextManager[None]:
     """The primary context of the device number `index`, made in a thread of its own."""
     from graphpack.backends.cuda.libcuda import held_context

@@ -165,7 +165,10 @@ class GraphColumns:
     def pointed(self) -> frozenset[str]:
         """The regions that any address is in."""
         parts = (self.words["region"], self.memsets["region"], self.memcpys["src_region"], self.memcpys["dst_region"])
-        return frozenset(self.names.regions[index] for index in np.unique(np.concatenate(parts)).tolist())
+        # Not `np.unique`: its first call imports numpy's masked arrays, which takes as long as all checks of a graph.
+        found = np.zeros(len(self.names.regions), bool)
+        found[np.concatenate(parts)] = True
+        return frozenset(self.names.regions[index] for index in np.flatnonzero(found).tolist())
 
     @cached_property
     def parameter_counts(self) -> np.ndarray:

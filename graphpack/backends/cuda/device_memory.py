@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import numpy as np
 from graphpack.archive.record import Layout
 from graphpack.backends.cuda.arena import Arena
 from graphpack.backends.cuda.driver import Driver
-from graphpack.backends.cuda.host import HostBuffer, HostPages, address_of
+from graphpack.backends.cuda.host import HostBuffer, address_of
 from graphpack.backends.cuda.placement import Placement
 from graphpack.backends.cuda.relay import Relay
 from graphpack.backends.cuda.upload import Upload, plan_upload
@@ -50,7 +51,7 @@ class CudaMemory:
         placement: Placement,
         weights: WeightSource,
         constants: Mapping[str, bytes],
-        pages: HostPages | None,
+        buffer: Future[HostBuffer] | None,
         closed: Callable[[], None],
         *,
         hashed: bool,
@@ -73,11 +74,13 @@ class CudaMemory:
             self.stream = driver.create_stream()
             self._undo.callback(driver.destroy_stream, self.stream)
             plan = plan_upload(self._own.values(), self.addresses, weights)
-            self._relay = Relay(driver, context, self._own.values(), self.addresses, weights, pages) if hashed else None
+            self._relay = (
+                Relay(driver, context, self._own.values(), self.addresses, weights, buffer) if hashed else None
+            )
             if self._relay is not None:
                 self._undo.callback(self._relay.close)
-                plan, pages = replace(plan, copies=()), None
-            self._upload = Upload(driver, context, plan, weights, pages)
+                plan, buffer = replace(plan, copies=()), None
+            self._upload = Upload(driver, context, plan, weights, buffer)
             self._undo.callback(self._upload.close)
             for name, data in constants.items():
                 if name in self._own and data:

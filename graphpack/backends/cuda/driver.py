@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 
 from graphpack.backends.cuda import structs
-from graphpack.backends.cuda.libcuda import Library
+from graphpack.backends.cuda.libcuda import NOT_READY, Library
 
 
 class Driver(Library):
@@ -86,6 +86,14 @@ class Driver(Library):
 
     def record_event(self, event: int, stream: int) -> None:
         self._call("cuEventRecord", event, stream)
+
+    def event_passed(self, event: int) -> bool:
+        """Whether all that was put on the stream before the event was recorded has been done."""
+        status = self._function("cuEventQuery")(event)
+        if status == NOT_READY:
+            return False
+        self.check(status, "cuEventQuery")
+        return True
 
     def synchronize_event(self, event: int) -> None:
         self._call("cuEventSynchronize", event)

@@ -2,16 +2,15 @@
 
 A graph takes kilobytes of host memory a node, in many small pieces. With fresh pages, each of which the kernel makes in
 the middle of a driver call, building and instantiating a graph took half as long again as with pages that were there
-(one H200, 7,864 nodes: 15.8 and 10.5 us a node). They are made in a thread while the device starts.
+(one H200, 7,864 nodes: 15.8 and 10.5 us a node). They are made in threads while the device starts.
 """
 
 from __future__ import annotations
 
 import ctypes
 from ctypes import c_size_t, c_void_p
-from threading import Thread
 
-from graphpack.backends.cuda.host import POPULATE_WRITE, advise
+from graphpack.backends.cuda.host import PageMaking
 
 CHUNK = 96 << 10
 """Below what malloc makes mappings of their own for, which would be gone when they are freed."""
@@ -30,18 +29,17 @@ class HeapPages:
         self._libc.free.argtypes = (c_void_p,)
         found = (self._libc.malloc(CHUNK) for _ in range(-(-size // CHUNK)))
         self._chunks = [address for address in found if address]
-        self._making = Thread(target=_make_pages, args=(spans(self._chunks),), name="graphpack-heap", daemon=True)
-        self._making.start()
+        self._making = PageMaking(spans(self._chunks))
 
     def release(self) -> None:
         """Let malloc have them, all but the newest: at the heap's end, it keeps the others from going to the system."""
-        self._making.join()
+        self._making.wait()
         while len(self._chunks) > 1:
             self._libc.free(self._chunks.pop(0))
 
     def close(self) -> None:
         """Let go of everything. Closing twice is fine."""
-        self._making.join()
+        self._making.wait()
         while self._chunks:
             self._libc.free(self._chunks.pop())
 
@@ -55,8 +53,3 @@ def spans(chunks: list[int]) -> list[tuple[int, int]]:
         else:
             found.append((start, start + CHUNK))
     return found
-
-
-def _make_pages(found: list[tuple[int, int]]) -> None:
-    for start, end in found:
-        advise(start, end - start, POPULATE_WRITE)

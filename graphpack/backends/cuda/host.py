@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Sequence
 from threading import Thread
 
 import numpy as np
@@ -11,13 +12,17 @@ import numpy as np
 from graphpack.backends.cuda.driver import Driver
 
 HUGE_PAGE = 2 << 20
-POPULATE_READ, POPULATE_WRITE = 22, 23
-"""MADV_POPULATE_READ and _WRITE, from Linux 5.14 on; Python has no names for them."""
+POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE, from Linux 5.14 on; Python has no name for it."""
+
+
+_MAKERS = 4
+"""Threads that make pages; in a virtual machine one makes no more than 2 GB a second."""
 
 
 class HostPages:
-    """Memory in huge pages where there are any, made in a thread of its own: a page takes longer to make than to copy,
-    and needs no context. Its size is a multiple of `HUGE_PAGE`."""
+    """Memory in huge pages where there are any, made in threads: a page takes longer to make than to copy, and needs no
+    context. Its size is a multiple of `HUGE_PAGE`."""
 
     def __init__(self, size: int) -> None:
         size = -(-size // HUGE_PAGE) * HUGE_PAGE
@@ -25,16 +30,35 @@ class HostPages:
         whole = np.frombuffer(mapping, np.uint8)
         start = -int(whole.ctypes.data) % HUGE_PAGE
         self.array = whole[start : start + size]
-        self._making = Thread(target=_make_pages, args=(self.array,), name="graphpack-pages", daemon=True)
-        self._making.start()
+        address = int(self.array.ctypes.data)
+        advise(address, size, mmap.MADV_HUGEPAGE)
+        self._making = PageMaking([(address, address + size)])
 
     def wait(self) -> None:
-        self._making.join()
+        self._making.wait()
 
 
-def _make_pages(array: np.ndarray) -> None:
-    for advice in (mmap.MADV_HUGEPAGE, POPULATE_WRITE):
-        advise(int(array.ctypes.data), len(array), advice)
+class PageMaking:
+    """The pages of (start, end) of memory, made in threads from now on."""
+
+    def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
+        share = -(-sum(end - start for start, end in spans) // _MAKERS // HUGE_PAGE) * HUGE_PAGE
+        parts = [(at, min(at + share, end)) for start, end in spans for at in range(start, end, max(share, HUGE_PAGE))]
+        self._threads = [
+            Thread(target=_make_pages, args=(parts[number::_MAKERS],), name="graphpack-pages", daemon=True)
+            for number in range(min(_MAKERS, len(parts)))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+
+def _make_pages(parts: Sequence[tuple[int, int]]) -> None:
+    for start, end in parts:
+        advise(start, end - start, POPULATE_WRITE)
 
 
 def advise(address: int, size: int, advice: int) -> None:

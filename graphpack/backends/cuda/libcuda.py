@@ -13,6 +13,7 @@ from graphpack.errors import EnvironmentMismatchError, GraphpackError, Problem
 
 LIBRARY = "libcuda.so.1"
 NO_DEVICE = 100
+NOT_READY = 600
 
 _P, _U64, _SIZE, _INT, _UINT = c_void_p, c_uint64, c_size_t, c_int, c_uint
 # Pointers to be filled are passed as c_void_p too: `byref` fits it.
@@ -35,6 +36,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuEventCreate": (_P, _UINT),
     "cuEventDestroy_v2": (_P,),
     "cuEventRecord": (_P, _P),
+    "cuEventQuery": (_P,),
     "cuEventSynchronize": (_P,),
     "cuMemGetInfo_v2": (_P, _P),
     "cuMemAddressReserve": (_P, _SIZE, _SIZE, _U64, _U64),
@@ -125,6 +127,7 @@ def held_context(index: int) -> Iterator[None]:
 
 _QUICK = frozenset(
     (
+        "cuEventQuery",
         "cuEventRecord",
         "cuGraphAddEmptyNode",
         "cuGraphAddKernelNode_v2",

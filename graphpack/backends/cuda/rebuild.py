@@ -137,7 +137,7 @@ def _add_edges(driver: Driver, graph: int, edges: np.ndarray, nodes: np.ndarray)
     """One call for each distinct edge record: the driver applies the first of a call to all of its edges."""
     data = _records(edges)
     codes = data.view("<u8")
-    for code in np.unique(codes):
+    for code in sorted(set(codes.tolist())):
         same = codes == code
         driver.add_dependencies(graph, nodes[edges["source"][same]], nodes[edges["target"][same]], data[same])
 

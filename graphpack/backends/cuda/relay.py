@@ -5,29 +5,31 @@ on to the device from there, so that a verified load reads every byte once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from graphpack.backends.cuda.driver import Driver
-from graphpack.backends.cuda.host import HUGE_PAGE, HostBuffer, HostPages
+from graphpack.backends.cuda.host import HostBuffer
+from graphpack.backends.cuda.ring import SLOTS, TransferRing
 from graphpack.graph import Region
 from graphpack.identity.weights import BUFFER_BYTES, hashing_threads
 
 if TYPE_CHECKING:
     from graphpack.models.weights import WeightSource
 
-_SLOTS = 2
-"""Buffers of a thread: one travels while the next is read and hashed."""
 _PLACE = -(-BUFFER_BYTES // 4096) * 4096
 
 
-def relay_pages() -> HostPages:
-    """Memory for the buffers, ready before hashing begins."""
-    return HostPages(hashing_threads() * _SLOTS * _PLACE)
+def relay_buffers() -> int:
+    """The bytes of the buffers."""
+    return hashing_threads() * SLOTS * _PLACE
 
 
 class Relay:
-    """Buffers for `hash_weights`, by the number of the thread. Close it when hashing has ended."""
+    """Buffers for `hash_weights`, by the number of the thread. Close it when hashing has ended.
+
+    `buffer` is one of `relay_buffers` bytes, which is closed then; without, one is made.
+    """
 
     def __init__(
         self,
@@ -36,7 +38,7 @@ class Relay:
         regions: Iterable[Region],
         addresses: Mapping[str, int],
         source: WeightSource,
-        pages: HostPages | None,
+        buffer: Future[HostBuffer] | None,
     ) -> None:
         self._driver, self._context = driver, context
         self._targets: dict[str, list[int]] = {}
@@ -45,10 +47,11 @@ class Relay:
                 stored = source.tensors[source.aliases.get(region.name, region.name)]
                 if stored.dtype == region.dtype:
                     self._targets.setdefault(stored.name, []).append(addresses[region.name])
-        self._buffer = HostBuffer(driver, -(-hashing_threads() * _SLOTS * _PLACE // HUGE_PAGE) * HUGE_PAGE, pages)
+        self._buffer = buffer.result() if buffer else HostBuffer(driver, relay_buffers())
 
     def carrier(self, number: int) -> _Carrier:
-        return _Carrier(self._driver, self._context, self._targets, self._buffer, number * _SLOTS * _PLACE)
+        ring = TransferRing(self._driver, self._context, self._buffer, number * SLOTS * _PLACE, _PLACE)
+        return _Carrier(ring, self._targets)
 
     def close(self) -> None:
         """Closing twice is fine."""
@@ -58,37 +61,14 @@ class Relay:
 class _Carrier:
     """See `graphpack.identity.weights.Carrier`. Made and used by one thread."""
 
-    def __init__(
-        self, driver: Driver, context: int, targets: Mapping[str, list[int]], buffer: HostBuffer, first: int
-    ) -> None:
-        driver.set_context(context)
-        self._driver, self._targets, self._buffer, self._first = driver, targets, buffer, first
-        self._slot = 0
-        self._used = [False] * _SLOTS
-        with ExitStack() as undo:
-            self._stream = driver.create_stream()
-            undo.callback(driver.destroy_stream, self._stream)
-            self._events = []
-            for _ in range(_SLOTS):
-                self._events.append(driver.create_event())
-                undo.callback(driver.destroy_event, self._events[-1])
-            self._undo = undo.pop_all()
+    def __init__(self, ring: TransferRing, targets: Mapping[str, list[int]]) -> None:
+        self._ring, self._targets = ring, targets
 
     def buffer(self) -> memoryview:
-        self._slot = (self._slot + 1) % _SLOTS
-        if self._used[self._slot]:
-            self._driver.synchronize_event(self._events[self._slot])
-        return self._buffer.part(self._first + self._slot * _PLACE, _PLACE).data
+        return self._ring.take()
 
     def read(self, tensor: str, offset: int, start: int, length: int) -> None:
-        place = self._buffer.address + self._first + self._slot * _PLACE + start
-        for target in self._targets.get(tensor, ()):
-            self._driver.copy_to_device_async(target + offset, place, length, self._stream)
-        self._driver.record_event(self._events[self._slot], self._stream)
-        self._used[self._slot] = True
+        self._ring.send((target + offset, start, length) for target in self._targets.get(tensor, ()))
 
     def close(self) -> None:
-        try:
-            self._driver.synchronize_stream(self._stream)
-        finally:
-            self._undo.close()
+        self._ring.close()

@@ -16,12 +16,12 @@ from graphpack.backends.cuda.device_memory import CudaMemory, own_region
 from graphpack.backends.cuda.driver import Driver, driver
 from graphpack.backends.cuda.executable import CudaGraph
 from graphpack.backends.cuda.heap import HeapPages
-from graphpack.backends.cuda.host import HostPages
+from graphpack.backends.cuda.host import HostBuffer, HostPages
 from graphpack.backends.cuda.images import Images, check_image, needs_of
 from graphpack.backends.cuda.placement import place
-from graphpack.backends.cuda.relay import relay_pages
+from graphpack.backends.cuda.relay import relay_buffers
 from graphpack.backends.cuda.session import DeviceSession
-from graphpack.backends.cuda.upload import staging_pages
+from graphpack.backends.cuda.upload import upload_buffers
 from graphpack.errors import CorruptArchiveError, Problem
 from graphpack.graph import Bucket, Region
 from graphpack.identity.environment import CudaDevice
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 GRANULARITY = 2 << 20
 """What device memory is mapped in."""
 ADDRESS_LIMIT = 1 << 47
-_CHECKING_THREADS = 8
 _NODE_BYTES = 8 << 10
 """About what a node takes of the host's memory, in a graph and in its executable."""
 _HEAP_LIMIT = 256 << 20
@@ -55,8 +54,8 @@ class CudaSession:
 
     def __init__(self, ordinal: int, load: Callable[[], Driver]) -> None:
         self._device = DeviceSession(ordinal, load)
-        self._decoding: dict[Bucket, Future[tuple[GraphColumns, str]]] = {}
-        self._pages: HostPages | None = None
+        self._checking: Future[None] | None = None
+        self._buffer: Future[HostBuffer] | None = None
         self._heap: HeapPages | None = None
         self._columns: dict[Bucket, GraphColumns] = {}
         self._contents: dict[str, bytes] = {}
@@ -64,6 +63,15 @@ class CudaSession:
         self._memory: CudaMemory | None = None
         self._undo = ExitStack()
         self._undo.callback(self._device.close)
+
+    def begin(self, record: Record, request: LoadRequest) -> None:
+        """Make the pages that weights will travel through and graphs will take, in threads."""
+        size = relay_buffers() if request.verify else upload_buffers(record.weights.bytes)
+        self._buffer = self._device.lock(HostPages(size))
+        if not request.lazy_graphs:
+            nodes = sum(graph.nodes for graph in record.graphs)
+            self._heap = HeapPages(min(nodes * _NODE_BYTES, _HEAP_LIMIT))
+            self._undo.callback(self._heap.close)
 
     def device(self) -> CudaDevice:
         return self._device.described
@@ -102,27 +110,24 @@ class CudaSession:
                 ]
         return problems
 
-    def prepare(self, record: Record, blobs: Mapping[str, bytes], request: LoadRequest) -> None:
-        """Decode the graphs, and make the pages that weights travel through and graphs will take, in threads."""
-        pool = ThreadPoolExecutor(1, "graphpack-decode")
-        regions = record.layout.regions
-        self._decoding = {
-            graph.bucket: pool.submit(_decoded, blobs[graph.object], blob_file(graph.object), regions)
-            for graph in record.graphs
-        }
+    def prepare(self, record: Record, blobs: Mapping[str, bytes]) -> None:
+        """Decode and check graphs and images in a thread."""
+        pool = ThreadPoolExecutor(1, "graphpack-check")
+        self._checking = pool.submit(self._check, record, blobs)
         pool.shutdown(wait=False)
-        self._pages = relay_pages() if request.verify else staging_pages(record.weights.bytes)
-        if not request.lazy_graphs:
-            nodes = sum(graph.nodes for graph in record.graphs)
-            self._heap = HeapPages(min(nodes * _NODE_BYTES, _HEAP_LIMIT))
-            self._undo.callback(self._heap.close)
 
-    def check_blobs(self, record: Record, blobs: Mapping[str, bytes]) -> None:
-        """Take the decoded graphs and check every image. Raises CorruptArchiveError."""
+    def check_blobs(self, record: Record, blobs: Mapping[str, bytes]) -> None:  # noqa: ARG002 - prepare has had them
+        """Wait until everything has been checked. Raises CorruptArchiveError."""
+        if self._checking is None:
+            raise RuntimeError("blobs are checked where they were prepared: prepare comes first")
+        self._checking.result()
+
+    def _check(self, record: Record, blobs: Mapping[str, bytes]) -> None:
         problems = []
         pairs: list[tuple[str, str]] = []
         for position, graph in enumerate(record.graphs):
-            columns, computed = self._decoding[graph.bucket].result()
+            columns = decode(blobs[graph.object], blob_file(graph.object), record.layout.regions)
+            computed = topology(columns)
             where = f"graphs[{position}]"
             if computed != graph.topology:
                 problems.append(Problem(f"{where}.topology", graph.topology[:12], f"computed {computed[:12]}"))
@@ -141,9 +146,11 @@ class CudaSession:
     def _check_images(self, record: Record, pairs: Collection[tuple[str, str]], blobs: Mapping[str, bytes]) -> None:
         """`pairs` are the digest of an image's content in a graph, and that of the blob which the record has for it."""
         capability = record.environment.cuda.capability if record.environment.cuda else ""
-        with ThreadPoolExecutor(_CHECKING_THREADS, "graphpack-check") as pool:
-            found = pool.map(lambda pair: check_image(blobs[pair[1]], pair[0], capability, blob_file(pair[1])), pairs)
-            problems = [problem for some in found for problem in some]
+        problems = [
+            problem
+            for digest, blob in pairs
+            for problem in check_image(blobs[blob], digest, capability, blob_file(blob))
+        ]
         if problems:
             raise CorruptArchiveError("a kernel image breaks the policy for native code", problems)
         self._contents = {digest: blobs[blob] for digest, blob in pairs}
@@ -162,11 +169,11 @@ class CudaSession:
             placement,
             weights,
             constants,
-            self._pages,
+            self._buffer,
             self.close,
             hashed=request.verify,
         )
-        self._memory, self._pages = memory, None
+        self._memory = memory
         return memory
 
     def rebuild(
@@ -203,8 +210,3 @@ class CudaSession:
     def close(self) -> None:
         """Closing twice is fine."""
         self._undo.close()
-
-
-def _decoded(data: bytes, where: str, regions: Sequence[Region]) -> tuple[GraphColumns, str]:
-    columns = decode(data, where, regions)
-    return columns, topology(columns)

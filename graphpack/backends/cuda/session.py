@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from graphpack.backends.cuda.device import read_device
+from graphpack.backends.cuda.host import HostBuffer, HostPages
 from graphpack.identity.environment import CudaDevice
 
 if TYPE_CHECKING:
@@ -26,7 +28,19 @@ class DeviceSession:
         self._described = pool.submit(read_device, index, load)
         self._context = pool.submit(self._retain)
         pool.shutdown(wait=False)
+        self._buffers: list[Future[HostBuffer]] = []
         self._closed = False
+
+    def lock(self, pages: HostPages) -> Future[HostBuffer]:
+        """A buffer in these pages, locked in a thread once there is a context. It is closed with the session."""
+        pool = ThreadPoolExecutor(1, "graphpack-lock")
+        self._buffers.append(pool.submit(self._locked, pages))
+        pool.shutdown(wait=False)
+        return self._buffers[-1]
+
+    def _locked(self, pages: HostPages) -> HostBuffer:
+        self.driver.set_context(self.context)
+        return HostBuffer(self.driver, len(pages.array), pages)
 
     def _retain(self) -> int:
         self._described.result()
@@ -55,4 +69,9 @@ class DeviceSession:
             return
         self._closed = True
         if self._context.exception() is None:
-            self.driver.release_context(self.device)
+            self.driver.set_context(self.context)
+            with ExitStack() as last:
+                last.callback(self.driver.release_context, self.device)
+                for buffer in self._buffers:
+                    if buffer.exception() is None:
+                        last.callback(buffer.result().close)

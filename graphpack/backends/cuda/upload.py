@@ -1,39 +1,39 @@
-"""Weights from checkpoint files straight to their addresses on the device, in two ways at once.
+"""Weights from checkpoint files straight to their addresses on the device.
 
-The device copies from the page cache itself: a shared read-only mapping of the file is page-locked piece by piece, one
-piece while the last one travels. Locking is work for one processor, and slow for files whose pages are small; so other
-threads read pieces into page-locked buffers meanwhile, and do all of it where the driver cannot lock the mapping.
+Threads read pieces of the files into page-locked buffers, and the device copies from there. Locking a mapping of the
+file itself, which saves one copy, moves half as much: it is work for one processor at a time, and on files whose pages
+are small slower than reading them (one H200: 40 GB/s read, 16 to 23 GB/s locked, and 20 GB/s where both were done at
+once, `docs/benchmarks/cuda-2026-11-29.md`).
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from graphpack.backends.cuda.driver import Driver
-from graphpack.backends.cuda.host import POPULATE_READ, HostBuffer, HostPages, address_of, advise
-from graphpack.backends.cuda.libcuda import CudaError
+from graphpack.backends.cuda.host import HostBuffer
+from graphpack.backends.cuda.ring import SLOTS, TransferRing
 from graphpack.convert import convert
 from graphpack.graph import Region
+from graphpack.interpreter import quick_handover
 
 if TYPE_CHECKING:
     from graphpack.models.weights import WeightSource
 
-PIECE = 32 << 20
-"""What a thread takes from the work at a time."""
-STAGING = 4 << 20
-"""What a buffer holds; a thread has two."""
-_MAPPING_THREADS = 2
-_STAGING_THREADS = 10
-_PIECES_A_THREAD = 2
+PIECE = 4 << 20
+"""What is read at a time. Smaller pieces cost more in Python, larger ones do not stay in the processors' caches until
+they have travelled."""
+_PLACE = PIECE + mmap.PAGESIZE
+_THREADS = 10
+_PIECES_A_THREAD = 16
 """Less work is not worth a thread and its buffers."""
 
 
@@ -78,46 +78,53 @@ def plan_upload(regions: Iterable[Region], addresses: Mapping[str, int], source:
     return Plan(tuple(sorted(copies, key=lambda copy: (copy.file, copy.offset))), tuple(conversions))
 
 
-def pieces(copies: Sequence[Copy], size: int) -> Iterator[tuple[int, int, int, list[Copy]]]:
-    """(file, start, end, copies) for each aligned piece of `size` bytes of a file that any copy touches; the copies cut
-    to it. `end` is that of the last copy in the piece."""
-    cut: dict[tuple[int, int], list[Copy]] = {}
+Piece = tuple[int, int, int, list[tuple[int, int, int]]]
+"""A file, where to begin in it, how many bytes to read, and what becomes of them: (device address, place, bytes)."""
+
+
+def pieces(copies: Sequence[Copy], size: int) -> Iterator[Piece]:
+    """Every copy cut at multiples of `size` bytes in its file, and what lies between two such cuts together."""
+    cut: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for copy in copies:
-        offset, end = copy.offset, copy.offset + copy.size
+        offset, end, shift = copy.offset, copy.offset + copy.size, copy.target - copy.offset
         while offset < end:
             start = offset // size * size
             length = min(end, start + size) - offset
-            target = copy.target + offset - copy.offset
-            cut.setdefault((copy.file, start), []).append(Copy(copy.file, offset, length, target))
+            cut.setdefault((copy.file, start), []).append((offset + shift, offset, length))
             offset += length
-    for (file, start), parts in cut.items():
-        yield file, start, max(part.offset + part.size for part in parts), parts
+    for (file, _), parts in cut.items():
+        first, last = min(part[1] for part in parts), max(part[1] + part[2] for part in parts)
+        yield file, first, last - first, [(target, offset - first, length) for target, offset, length in parts]
 
 
-def staging_threads(size: int) -> int:
-    """How many threads are to read `size` bytes of weights into buffers."""
-    processors = len(os.sched_getaffinity(0))
-    return max(0, min(_STAGING_THREADS, processors - _MAPPING_THREADS, size // PIECE // _PIECES_A_THREAD))
+def upload_threads(size: int) -> int:
+    """How many threads are to carry `size` bytes of weights."""
+    return max(1, min(_THREADS, len(os.sched_getaffinity(0)), size // PIECE // _PIECES_A_THREAD))
 
 
-def staging_pages(size: int) -> HostPages | None:
-    """Memory for the buffers of an upload of `size` bytes, ready before it begins; None if it takes none."""
-    threads = staging_threads(size)
-    return HostPages(threads * 2 * STAGING) if threads else None
+def upload_buffers(size: int) -> int:
+    """The bytes of the buffers for an upload of `size` bytes."""
+    return upload_threads(size) * SLOTS * _PLACE
 
 
 class Upload:
     """Runs a plan in threads of its own from the start; `wait` for it before anything is launched.
 
-    `mode` says how the bytes travelled, once it has ended.
+    `mode` says how the bytes travelled, once it has ended. `buffer` is one of `upload_buffers` bytes, which is closed
+    then; without, one is made.
     """
 
     def __init__(
-        self, driver: Driver, context: int, plan: Plan, source: WeightSource, pages: HostPages | None = None
+        self,
+        driver: Driver,
+        context: int,
+        plan: Plan,
+        source: WeightSource,
+        buffer: Future[HostBuffer] | None = None,
     ) -> None:
         self.mode = "uploaded"
         self._driver, self._context, self._plan, self._source = driver, context, plan, source
-        self._pages = pages
+        self._buffer = buffer
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(1, "graphpack-upload")
         self._done = self._pool.submit(self._run)
@@ -133,60 +140,36 @@ class Upload:
 
     def _run(self) -> None:
         self._driver.set_context(self._context)
-        # Made here, before threads could make two of them, and held for as long as the device reads them.
-        views = {copy.file: self._source.shared(copy.file) for copy in self._plan.copies}
-        if self._source.files and self._plan.copies:
-            self._from_files()
-        else:
-            for copy in self._plan.copies:
-                self._driver.copy_to_device(copy.target, address_of(views[copy.file]) + copy.offset, copy.size)
+        if self._plan.copies:
+            self._copy()
         if self._plan.conversions:
             self._convert()
 
-    def _from_files(self) -> None:
+    def _copy(self) -> None:
         work = deque(pieces(self._plan.copies, PIECE))
-        staging = staging_threads(sum(copy.size for copy in self._plan.copies))
-        refused = self._in_threads(work, min(_MAPPING_THREADS, len(work)), staging)
-        if work and not self._stop.is_set():
-            self._in_threads(work, 0, max(staging, 1))
-        how = f"through staging buffers ({', '.join(sorted(refused))})" if refused else "from the page cache"
-        self.mode = f"uploaded {how}"
+        size = upload_buffers(sum(copy.size for copy in self._plan.copies))
+        buffer = self._buffer.result() if self._buffer else HostBuffer(self._driver, size)
+        threads = min(size, len(buffer)) // (SLOTS * _PLACE)
+        with closing(buffer), quick_handover(), ThreadPoolExecutor(threads, "graphpack-upload") as pool:
+            jobs = [pool.submit(self._carry, work, buffer, number * SLOTS * _PLACE) for number in range(threads)]
+        for job in jobs:
+            job.result()
 
-    def _in_threads(self, work: deque[_Piece], mapping: int, staging: int) -> set[str]:
-        """Work off the pieces, or leave some if none of the threads can. Why mappings could not be locked, if so."""
-        buffer = HostBuffer(self._driver, staging * 2 * STAGING, self._pages) if staging else None
-        makers: list[Callable[[], _Worker]] = [partial(_MappedWorker, self._driver, self._source)] * mapping
-        if buffer is not None:
-            makers += [partial(_StagedWorker, self._driver, self._source, buffer, index) for index in range(staging)]
+    def _carry(self, work: deque[Piece], buffer: HostBuffer, first: int) -> None:
         try:
-            with ThreadPoolExecutor(len(makers), "graphpack-upload") as pool:
-                jobs = [pool.submit(self._work, make, work) for make in makers]
-            return {reason for job in jobs if (reason := job.result())}
-        finally:
-            if buffer is not None:
-                buffer.close()
-
-    def _work(self, make: Callable[[], _Worker], work: deque[_Piece]) -> str | None:
-        self._driver.set_context(self._context)
-        worker = make()
-        try:
-            while not self._stop.is_set():
-                try:
-                    piece = worker.take(work)
-                except IndexError:
-                    break
-                try:
-                    worker.copy(piece)
-                except _CannotLockError as error:
-                    work.append(piece)
-                    return str(error)
-            worker.finish()
+            with closing(TransferRing(self._driver, self._context, buffer, first, _PLACE)) as ring:
+                while not self._stop.is_set():
+                    try:
+                        file, offset, size, parts = work.popleft()
+                    except IndexError:
+                        break
+                    # At the same place within a page: see identity.weights, where the kernel's copies are fast.
+                    shift = offset % mmap.PAGESIZE
+                    self._source.read_into(file, offset, ring.take()[shift : shift + size])
+                    ring.send((target, shift + place, length) for target, place, length in parts)
         except BaseException:
             self._stop.set()
             raise
-        finally:
-            worker.close()
-        return None
 
     def _convert(self) -> None:
         pairs = set()
@@ -197,114 +180,3 @@ class Upload:
             self._driver.copy_to_device(item.target, int(values.ctypes.data), values.nbytes)
             pairs.add(f"{item.stored} -> {item.wanted}")
         self.mode = f"converted {', '.join(sorted(pairs))}"
-
-
-_Piece = tuple[int, int, int, list[Copy]]
-
-
-class _CannotLockError(Exception):
-    """The driver cannot lock pages of this file; the text says why."""
-
-
-class _Worker(ABC):
-    """One thread's stream with two events: the piece before the last must have travelled before its place is taken."""
-
-    def __init__(self, driver: Driver, source: WeightSource) -> None:
-        self._driver, self._source = driver, source
-        self._turn = 0
-        with ExitStack() as undo:
-            self._stream = driver.create_stream()
-            undo.callback(driver.destroy_stream, self._stream)
-            self._events = []
-            for _ in range(2):
-                self._events.append(driver.create_event())
-                undo.callback(driver.destroy_event, self._events[-1])
-            self._undo = undo.pop_all()
-
-    @abstractmethod
-    def take(self, work: deque[_Piece]) -> _Piece:
-        """The next piece. Raises IndexError if there is none."""
-
-    @abstractmethod
-    def copy(self, piece: _Piece) -> None:
-        """Put a piece on its way."""
-
-    def _travel(self, parts: Iterable[Copy], start: int, address: int) -> None:
-        for part in parts:
-            self._driver.copy_to_device_async(part.target, address + part.offset - start, part.size, self._stream)
-        self._driver.record_event(self._events[self._turn], self._stream)
-        self._turn ^= 1
-
-    def finish(self) -> None:
-        self._driver.synchronize_stream(self._stream)
-
-    def close(self) -> None:
-        self._undo.close()
-
-
-class _MappedWorker(_Worker):
-    """Takes pieces from the end, so that it meets the others once."""
-
-    def __init__(self, driver: Driver, source: WeightSource) -> None:
-        super().__init__(driver, source)
-        self._locked: list[int | None] = [None, None]
-
-    def take(self, work: deque[_Piece]) -> _Piece:
-        return work.pop()
-
-    def copy(self, piece: _Piece) -> None:
-        file, start, end, parts = piece
-        self._unlock(self._turn)
-        address = address_of(self._source.shared(file)) + start
-        # Locking pages that are mapped already takes a third of the time, and this part of it other threads can share.
-        advise(address, end - start, POPULATE_READ)
-        try:
-            self._driver.register_host(address, end - start, read_only=True)
-        except CudaError as error:
-            raise _CannotLockError(error.name) from error
-        self._locked[self._turn] = address
-        self._travel(parts, start, address)
-
-    def _unlock(self, turn: int) -> None:
-        address = self._locked[turn]
-        if address is not None:
-            self._driver.synchronize_event(self._events[turn])
-            self._locked[turn] = None
-            self._driver.unregister_host(address)
-
-    def close(self) -> None:
-        try:
-            self.finish()
-            self._unlock(0)
-            self._unlock(1)
-        finally:
-            super().close()
-
-
-class _StagedWorker(_Worker):
-    """Has the part of the buffer that its number says, twice `STAGING` bytes."""
-
-    def __init__(self, driver: Driver, source: WeightSource, buffer: HostBuffer, number: int) -> None:
-        super().__init__(driver, source)
-        self._buffer, self._first = buffer, number * 2 * STAGING
-        self._used = [False, False]
-
-    def take(self, work: deque[_Piece]) -> _Piece:
-        return work.popleft()
-
-    def copy(self, piece: _Piece) -> None:
-        for file, start, end, parts in pieces(piece[3], STAGING):
-            turn = self._turn
-            if self._used[turn]:
-                self._driver.synchronize_event(self._events[turn])
-            first = min(part.offset for part in parts)
-            place = self._first + turn * STAGING
-            self._source.read_into(file, first, self._buffer.part(place + first - start, end - first).data)
-            self._used[turn] = True
-            self._travel(parts, start, self._buffer.address + place)
-
-    def close(self) -> None:
-        try:
-            self.finish()
-        finally:
-            super().close()

@@ -163,7 +163,7 @@ def record_goldens(
     session = CudaBackend(lambda: device).open("cuda")
     request = LoadRequest(archive=Path())
     memory = session.allocate(record, locate_weights(record, None, None).source, constants, request)
-    session.prepare(record, content, request)
+    session.prepare(record, content)
     session.check_blobs(record, content)
     found = {}
     for bucket, executable in session.rebuild(record, content, request).items():

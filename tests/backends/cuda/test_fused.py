@@ -185,7 +185,7 @@ def test_the_graph_reads_all_parts_through_the_address_of_the_first(checkpoint: 
     shapes = {name: (len(content(name)) // 4,) for name in (*PARTS, OTHER)}
     session = CudaBackend(lambda: driver).open("cuda")
     memory = session.allocate(entry(), open_checkpoint(checkpoint, shapes, {}), {}, request)
-    session.prepare(entry(), blobs, LoadRequest(archive=Path()))
+    session.prepare(entry(), blobs)
     session.check_blobs(entry(), blobs)
     (executable,) = session.rebuild(entry(), blobs, request).values()
     memory.ready()

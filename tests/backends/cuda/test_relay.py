@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from graphpack.backends.cuda import relay
-from graphpack.backends.cuda.host import HostPages
-from graphpack.backends.cuda.relay import Relay, relay_pages
+from graphpack.backends.cuda.host import HostBuffer, HostPages
+from graphpack.backends.cuda.relay import Relay, relay_buffers
 from graphpack.errors import StorageError
 from graphpack.graph import Region, TensorSpec
 from graphpack.identity.weights import hash_weights
@@ -44,6 +45,12 @@ def source(tmp_path: Path) -> WeightSource:
     return WeightSource(tensors, {"tied": "a"}, [WeightFile(path)], [path])
 
 
+def buffer_of(driver: FakeDriver, size: int) -> Future[HostBuffer]:
+    future: Future[HostBuffer] = Future()
+    future.set_result(HostBuffer(driver, size, HostPages(size)))
+    return future
+
+
 def regions(**dtypes: str) -> list[Region]:
     specs = {name: TensorSpec(name=name, dtype=dtypes.get(name, "uint8"), shape=(8,)) for name in ADDRESSES}
     return [Region.dense("weight", spec) for spec in specs.values()]
@@ -55,7 +62,7 @@ def test_what_arrives_is_what_was_hashed(
     driver: FakeDriver, source: WeightSource, threads: int, made: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relay, "hashing_threads", lambda: threads)
-    made_relay = Relay(driver, 1, regions(), ADDRESSES, source, relay_pages() if made else None)
+    made_relay = Relay(driver, 1, regions(), ADDRESSES, source, buffer_of(driver, relay_buffers()) if made else None)
     found = hash_weights(source, threads=threads, carriers=made_relay.carrier)
     assert found == hash_weights(source)
     for name, address in ADDRESSES.items():
@@ -88,7 +95,7 @@ def test_a_file_that_cannot_be_read_leaves_nothing(
         raise StorageError("cannot read: Input/output error")
 
     monkeypatch.setattr(source, "read_into", fails)
-    made = Relay(driver, 1, regions(), ADDRESSES, source, HostPages(64 * MIB))
+    made = Relay(driver, 1, regions(), ADDRESSES, source, buffer_of(driver, relay_buffers()))
     with pytest.raises(StorageError):
         hash_weights(source, carriers=made.carrier)
     made.close()

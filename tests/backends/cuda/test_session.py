@@ -102,7 +102,7 @@ def restored(session: CudaSession, wanted: LoadRequest, made: Record | None = No
     made = made or record()
     memory = session.allocate(made, weights(), {"table": CONTENT["table"]}, wanted)
     try:
-        session.prepare(made, BLOBS, wanted)
+        session.prepare(made, BLOBS)
         session.check_blobs(made, BLOBS)
         (executable,) = session.rebuild(made, BLOBS, wanted).values()
         memory.ready()
@@ -233,7 +233,7 @@ def test_a_device_that_is_not_there(driver: FakeDriver) -> None:
 )
 def test_an_object_that_is_not_its_graph_is_refused(session: CudaSession, changes: dict[str, Any], what: str) -> None:
     made = record(graphs=(graph(**changes),))
-    session.prepare(made, BLOBS, request())
+    session.prepare(made, BLOBS)
     with pytest.raises(CorruptArchiveError) as refused:
         session.check_blobs(made, BLOBS)
     assert what in str(refused.value)
@@ -243,7 +243,7 @@ def test_images_of_another_processor_are_refused(session: CudaSession) -> None:
     made = record()
     assert made.environment.cuda
     made = replace(made, environment=replace(made.environment, cuda=replace(made.environment.cuda, capability="10.0")))
-    session.prepare(made, BLOBS, request())
+    session.prepare(made, BLOBS)
     with pytest.raises(CorruptArchiveError, match="policy for native code") as refused:
         session.check_blobs(made, BLOBS)
     assert {problem.where for problem in refused.value.problems} == {
@@ -253,7 +253,7 @@ def test_images_of_another_processor_are_refused(session: CudaSession) -> None:
 
 
 def test_nothing_is_loaded_by_checking(driver: FakeDriver, session: CudaSession) -> None:
-    session.prepare(record(), BLOBS, LoadRequest(archive=Path()))
+    session.prepare(record(), BLOBS)
     session.check_blobs(record(), BLOBS)
     assert not driver.calls["load_library"]
 

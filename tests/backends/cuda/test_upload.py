@@ -1,8 +1,9 @@
-"""Weights on their way to the device: which bytes go where, in which pieces, and by which road."""
+"""Weights on their way to the device: which bytes go where, in which pieces, through which buffers."""
 
 from __future__ import annotations
 
 import os
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 
 from graphpack.backends.cuda import upload
-from graphpack.backends.cuda.host import HostPages
+from graphpack.backends.cuda.host import HostBuffer, HostPages
+from graphpack.backends.cuda.libcuda import CudaError
+from graphpack.backends.cuda.ring import TransferRing
 from graphpack.backends.cuda.upload import Copy, Upload, pieces, plan_upload
 from graphpack.convert import convert
 from graphpack.errors import StorageError
@@ -67,9 +70,9 @@ def arrived(driver: FakeDriver, contents: dict[str, bytes]) -> bool:
 
 
 def run(
-    driver: FakeDriver, source: WeightSource, regions: list[Region] = REGIONS, pages: HostPages | None = None
+    driver: FakeDriver, source: WeightSource, regions: list[Region] = REGIONS, buffer: Future[HostBuffer] | None = None
 ) -> Upload:
-    made = Upload(driver, 1, plan_upload(regions, ADDRESSES, source), source, pages)
+    made = Upload(driver, 1, plan_upload(regions, ADDRESSES, source), source, buffer)
     made.wait()
     made.close()
     held = driver.held()
@@ -82,48 +85,62 @@ def run(
 
 
 @pytest.mark.parametrize("piece", [4096, 8192, 1 << 20])
-def test_from_the_page_cache(
-    driver: FakeDriver, source: WeightSource, contents: dict[str, bytes], piece: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("threads", [1, 3])
+def test_every_byte_arrives(
+    driver: FakeDriver,
+    source: WeightSource,
+    contents: dict[str, bytes],
+    piece: int,
+    threads: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(upload, "PIECE", piece)
-    assert run(driver, source).mode == "uploaded from the page cache"
+    monkeypatch.setattr(upload, "_PLACE", piece + 4096)
+    monkeypatch.setattr(upload, "upload_threads", lambda _: threads)
+    assert run(driver, source).mode == "uploaded"
     assert arrived(driver, contents)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_in_both_ways_at_once(
-    driver: FakeDriver, source: WeightSource, contents: dict[str, bytes], threads: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("rings", [1, 2])
+def test_a_buffer_made_before_is_used_and_closed(
+    driver: FakeDriver, source: WeightSource, contents: dict[str, bytes], rings: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upload, "PIECE", 8192)
-    monkeypatch.setattr(upload, "STAGING", 4096)
-    monkeypatch.setattr(upload, "staging_threads", lambda _: threads)
-    assert run(driver, source).mode == "uploaded from the page cache"
+    monkeypatch.setattr(upload, "upload_threads", lambda _: 2)
+    pages = HostPages(rings * (upload.upload_buffers(0) // 2))
+    buffer: Future[HostBuffer] = Future()
+    buffer.set_result(HostBuffer(driver, len(pages.array), pages))
+    assert run(driver, source, buffer=buffer).mode == "uploaded"
     assert arrived(driver, contents)
-    for name, size in SIZES.items():
-        driver.write(ADDRESSES[name], bytes(size))
-    driver.lock_status = 1
-    pages = HostPages(threads * 8192)
-    refused = run(driver, source, pages=pages)
-    assert refused.mode == "uploaded through staging buffers (CUDA_ERROR_INVALID_VALUE)"
-    assert arrived(driver, contents), "a piece that could not be locked is read into a buffer"
-    assert pages.array.any(), "the buffers are in the pages made before"
+    assert pages.array.any()
 
 
-def test_threads_for_staging_are_as_many_as_the_work_and_the_machine_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    for processors, size, threads in ((16, 2 << 30, 10), (16, 5 * 2 * upload.PIECE, 5), (16, 1000, 0), (4, 1 << 40, 2)):
+def test_a_buffer_that_could_not_be_locked_stops_the_upload(driver: FakeDriver, source: WeightSource) -> None:
+    buffer: Future[HostBuffer] = Future()
+    buffer.set_exception(CudaError("cuMemHostRegister_v2", 2, "CUDA_ERROR_OUT_OF_MEMORY"))
+    started = Upload(driver, 1, plan_upload(REGIONS, ADDRESSES, source), source, buffer)
+    with pytest.raises(CudaError, match="cuMemHostRegister_v2 failed"):
+        started.wait()
+    started.close()
+
+
+def test_a_buffer_is_filled_again_when_it_has_travelled(driver: FakeDriver) -> None:
+    buffer = HostBuffer(driver, 4096)
+    ring = TransferRing(driver, 1, buffer, 0, 100)
+    for number in range(5):
+        ring.take()[:2] = bytes([number, number + 1])
+        ring.send([(BASE + number, 0, 1), (BASE + 100 + number, 1, 1)])
+    ring.close()
+    assert driver.read(BASE, 5) == bytes(range(5))
+    assert driver.read(BASE + 100, 5) == bytes(range(1, 6))
+    assert not driver.streams
+    assert not driver.events
+    buffer.close()
+
+
+def test_threads_are_as_many_as_the_work_and_the_machine_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    for processors, size, threads in ((16, 2 << 30, 10), (16, 5 << 26, 5), (16, 1000, 1), (4, 1 << 40, 4)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, count=processors: set(range(count)))
-        assert upload.staging_threads(size) == threads
-        assert (upload.staging_pages(size) is None) == (threads == 0)
-
-
-@pytest.mark.parametrize("staging", [4096, 1 << 20])
-def test_through_staging_where_pages_cannot_be_locked(
-    driver: FakeDriver, source: WeightSource, contents: dict[str, bytes], staging: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(upload, "STAGING", staging)
-    driver.lock_status = 1
-    assert run(driver, source).mode == "uploaded through staging buffers (CUDA_ERROR_INVALID_VALUE)"
-    assert arrived(driver, contents)
+        assert upload.upload_threads(size) == threads
 
 
 def test_from_memory(driver: FakeDriver, contents: dict[str, bytes]) -> None:
@@ -155,17 +172,13 @@ def test_only_weights_are_planned(source: WeightSource) -> None:
 
 
 def test_pieces_cover_every_byte_once() -> None:
-    copies = [Copy(0, 100, 9000, 1_000_000), Copy(0, 9100, 5, 2_000_000), Copy(1, 4096, 4096, 3_000_000)]
-    cut = list(pieces(copies, 4096))
-    assert [(file, start, end) for file, start, end, _ in cut] == [
-        (0, 0, 4096),
-        (0, 4096, 8192),
-        (0, 8192, 9105),
-        (1, 4096, 8192),
+    copies = [Copy(0, 100, 9000, 1_000_000), Copy(0, 9110, 5, 2_000_000), Copy(1, 4096, 4096, 3_000_000)]
+    assert list(pieces(copies, 4096)) == [
+        (0, 100, 3996, [(1_000_000, 0, 3996)]),
+        (0, 4096, 4096, [(1_003_996, 0, 4096)]),
+        (0, 8192, 923, [(1_008_092, 0, 908), (2_000_000, 918, 5)]),
+        (1, 4096, 4096, [(3_000_000, 0, 4096)]),
     ]
-    parts = [part for *_, some in cut for part in some]
-    assert sum(part.size for part in parts) == 9000 + 5 + 4096
-    assert [part.target for part in parts] == [1_000_000, 1_003_996, 1_008_092, 2_000_000, 3_000_000]
 
 
 def test_a_file_that_cannot_be_read_stops_the_upload(
@@ -174,7 +187,6 @@ def test_a_file_that_cannot_be_read_stops_the_upload(
     def fails(*_: Any) -> None:
         raise StorageError("cannot read: Input/output error")
 
-    driver.lock_status = 1
     monkeypatch.setattr(source, "read_into", fails)
     started = Upload(driver, 1, plan_upload(REGIONS, ADDRESSES, source), source)
     with pytest.raises(StorageError):
