@@ -47,10 +47,11 @@ class Eager:
         self._device = restored.record.entry.backend
         settings, model = restored.record.settings, resolve(str(Path(checkpoint).resolve()))
         self._step = model.build(model.open_weights(), restored.record.model.effective_dtype)
-        self._state = [
-            torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=self._device)
-            for spec in self._step.state(settings.slots, max(settings.seq_lens))
-        ]
+        self._specs = self._step.state(settings.slots, max(settings.seq_lens))
+        self._state = self._zeros()
+
+    def _zeros(self) -> list[torch.Tensor]:
+        return [torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=self._device) for spec in self._specs]
 
     def step(self, bucket: Bucket, tokens: np.ndarray, mode: str | None = None) -> Step:
         """Steps of the model itself, or of what torch.compile makes of it in `mode`."""
@@ -66,10 +67,12 @@ class Eager:
 
             return on_cpu
         given = [column.pin_memory() for column in given]
-        inputs = [column.to(self._device) for column in given]
-        # reduce-overhead makes no graph of a step that changes what it is called with, unless that stays where it is.
-        for tensor in (*inputs, *self._state):
-            torch._dynamo.mark_static_address(tensor)
+        inputs, state = [column.to(self._device) for column in given], self._state
+        if mode == "reduce-overhead":
+            # It makes no CUDA graph of a step that changes what it is called with, unless told that this stays in place.
+            state = self._zeros()
+            for tensor in (*inputs, *state):
+                torch._dynamo.mark_static_address(tensor)
         fetched: list[torch.Tensor] = []
 
         def on_cuda(position: int) -> torch.Tensor:
@@ -77,7 +80,7 @@ class Eager:
             for there, here in zip(inputs, given, strict=True):
                 there.copy_(here, non_blocking=True)
             torch.compiler.cudagraph_mark_step_begin()
-            logits = module(*inputs, *self._state)
+            logits = module(*inputs, *state)
             if not fetched:
                 fetched.append(torch.empty_like(logits, device="cpu", pin_memory=True))
             fetched[0].copy_(logits, non_blocking=True)

@@ -42,6 +42,9 @@ def dispatch(report: Report) -> None:
             expect(
                 {*service.seen} == {Bucket(batch, seq) for batch in BATCH_SIZES for seq in SEQ_LENS}, str(service.seen)
             )
+            expect({*service.batches} == {*range(1, 9)}, f"batches of {sorted(service.batches)} rows")
+            few = min(service.events[event] for event in ("joined", "left", "moved"))
+            expect(few >= 20 and service.largest_difference > 0, f"too little happened: {service.events}")
             report.put("largest difference from a row alone", service.largest_difference)
             report.put("tolerances", {str(graph.bucket): graph.tolerance for graph in model.record.graphs})
             report.put("events", service.events)
