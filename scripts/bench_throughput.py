@@ -69,7 +69,7 @@ class Eager:
         given = [column.pin_memory() for column in given]
         inputs, state = [column.to(self._device) for column in given], self._state
         if mode == "reduce-overhead":
-            # It makes no CUDA graph of a step that changes what it is called with, unless told that this stays in place.
+            # It makes no CUDA graph of a step that changes what it is called with, unless told that it stays put.
             state = self._zeros()
             for tensor in (*inputs, *state):
                 torch._dynamo.mark_static_address(tensor)
