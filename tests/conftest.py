@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,16 @@ def private_archives() -> None:
         mode = stat.S_IMODE(path.stat().st_mode)
         if mode & (stat.S_IWGRP | stat.S_IWOTH):
             path.chmod(mode & ~(stat.S_IWGRP | stat.S_IWOTH))
+
+
+@pytest.fixture
+def unmeasured() -> Iterator[None]:
+    """No coverage, which takes as long as what it measures: for what is done thousands of times. Other tests do it
+    once, and are measured."""
+    tracing = sys.gettrace()
+    sys.settrace(None)
+    yield
+    sys.settrace(tracing)
 
 
 @pytest.fixture

@@ -426,3 +426,9 @@ def test_a_tensor_of_more_dimensions_than_torch_has(archive: Path, path: str) ->
     error = refusal(archive)
     assert error.code == 4
     assert "at most 64" in str(error)
+
+
+def test_a_deviation_may_be_as_large_as_the_tolerance() -> None:
+    record = make_record()
+    assert check_record(with_graph(record, 0, tolerance=1e-4, deviation=1e-4)) == []
+    assert where(check_record(with_graph(record, 0, tolerance=1e-4, deviation=1.1e-4))) == ["graphs[0].deviation"]

@@ -463,3 +463,39 @@ def test_content_that_cannot_be_stored(size: int, monkeypatch: pytest.MonkeyPatc
 
     with pytest.raises(ValueError, match="bytes of content"):
         compress(Content())
+
+
+# --- Exact limits
+
+
+@pytest.mark.parametrize("member", [b"[]", b"{}"])
+def test_as_many_lists_and_maps_as_a_document_may_have(member: bytes) -> None:
+    def document(count: int) -> bytes:
+        return b'{"a":[' + b",".join([member] * count) + b"]}"
+
+    assert len(codec.parse_object(document(codec.CONTAINER_LIMIT - 2), 1 << 20)["a"]) == codec.CONTAINER_LIMIT - 2
+    with pytest.raises(ValueError, match="more than 65536 containers"):
+        codec.parse_object(document(codec.CONTAINER_LIMIT - 1), 1 << 20)
+
+
+def test_as_many_values_as_a_document_may_have() -> None:
+    def document(count: int) -> bytes:
+        return b'{"a":[' + b",".join([b"0"] * count) + b"]}"
+
+    most = codec.ITEM_LIMIT - 1  # two containers, and commas are one fewer than values
+    assert len(codec.parse_object(document(most), 1 << 20)["a"]) == most
+    with pytest.raises(ValueError, match="or 262144 values"):
+        codec.parse_object(document(most + 1), 1 << 20)
+
+
+def test_json_beyond_what_python_nests() -> None:
+    with pytest.raises(ValueError, match="nested more than 32 levels"):
+        codec.parse_object(b'{"a":' + b"[" * 60_000 + b"]" * 60_000 + b"}", 1 << 20)
+
+
+def test_as_much_content_as_a_blob_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "CONTENT_LIMIT", 8)
+    assert codec.decompress(codec.compress(b"12345678"), 8, "blob", 8) == b"12345678"
+    for content in (b"", b"123456789"):
+        with pytest.raises(ValueError, match="not 1 to 8"):
+            codec.compress(content)

@@ -14,7 +14,7 @@ import pytest
 from graphpack.archive import files, oci
 from graphpack.archive.collect import collect, remove
 from graphpack.archive.store import Archive
-from graphpack.errors import CorruptArchiveError, NotFoundError
+from graphpack.errors import CorruptArchiveError, NotFoundError, UsageError
 from graphpack.results import Collected
 from tests.archive.build import (
     CONTENTS,
@@ -475,3 +475,55 @@ def test_foreign_manifests_in_the_place_of_an_entry_do_not_stop_it(archive: Path
     assert {path.name for path in blobs(archive)} == {
         manifest["digest"].removeprefix("sha256:") for manifest in read_index(archive)["manifests"]
     }
+
+
+# --- Exact ages
+
+
+def test_ages_that_can_be_asked_for(archive: Path) -> None:
+    for hours in (0, 1_000_000):
+        assert collect(archive, older_than=hours).blobs == ()
+    for hours in (-1e-9, 1_000_000.5):
+        with pytest.raises(UsageError, match="nothing can be collected by this age") as refused:
+            collect(archive, older_than=hours)
+        assert refused.value.problems[0].hint == "give hours, from 0 to 1000000"
+
+
+def unused_blob(archive: Path, modified: int) -> Path:
+    path = archive / "blobs" / "sha256" / ("e" * 64)
+    path.write_bytes(b"unused")
+    os.utime(path, ns=(modified, modified))
+    return path
+
+
+@pytest.mark.parametrize(("more", "goes"), [(0, True), (1, False)])
+def test_a_blob_just_as_old_as_was_asked_for_goes(
+    archive: Path, more: int, goes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time_ns()
+    monkeypatch.setattr(time, "time_ns", lambda: now)
+    unused_blob(archive, now - 3600 * 10**9 + more)
+    assert (len(collect(archive, older_than=1, dry_run=True).blobs) == 1) is goes
+
+
+@pytest.mark.parametrize(("less", "goes"), [(0, False), (1, True)])
+def test_a_blob_as_old_as_a_save_in_progress_stays(archive: Path, less: int, goes: bool) -> None:
+    with files.temporary(archive) as (_, hold):
+        began = hold.stat().st_mtime_ns
+        unused_blob(archive, began - less)
+        assert (len(collect(archive, older_than=0, dry_run=True).blobs) == 1) is goes
+
+
+def test_a_damaged_signature_goes_by_its_tag_with_its_entry(two: Path) -> None:
+    """What it is about cannot be read any more, but in its tag."""
+    index = read_index(two)
+    (digest,) = [entry["digest"] for entry in index["manifests"] if entry["annotations"][oci.TAG_ANNOTATION] == "tiny"]
+    damaged = write_blob(two, b"{}")
+    blob_path(two, damaged).chmod(0o644)
+    blob_path(two, damaged).write_bytes(b"[]")
+    tag = oci.signature_tag(digest.removeprefix("sha256:"))
+    described = {"mediaType": oci.MANIFEST_TYPE, "digest": f"sha256:{damaged}", "size": 2}
+    index["manifests"].append({**described, "annotations": {oci.TAG_ANNOTATION: tag}})
+    write_index(two, index)
+    remove(two, ["tiny"])
+    assert [entry["annotations"][oci.TAG_ANNOTATION] for entry in read_index(two)["manifests"]] == ["second"]

@@ -63,6 +63,7 @@ def test_both_readers_agree(two: Path) -> None:
         assert [blob.digest for blob in record.blobs] == [blob["digest"] for blob in theirs[name]["blobs"]]
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_every_flipped_byte_of_every_file(two: Path) -> None:
     good = read_everything(two)
     silent = 0
@@ -94,6 +95,7 @@ def tag_was_moved(path: Path, good: dict[str, Any]) -> bool:
     return any(entry.notes for entry in archive.find(None))
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_every_bit_of_the_index(archive: Path) -> None:
     index = archive / "index.json"
     data = index.read_bytes()
@@ -105,6 +107,7 @@ def test_every_bit_of_the_index(archive: Path) -> None:
                 check_refused(archive, index)
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_every_truncation(archive: Path) -> None:
     for file in files(archive):
         data = file.read_bytes()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from graphpack.archive import files
 from graphpack.archive.files import probe, read_file, sweep, sync_folder, write_file
 from graphpack.archive.store import Archive
 from graphpack.errors import CorruptArchiveError, StorageError
@@ -154,3 +156,50 @@ def test_a_file_above_its_limit(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"content")
     with pytest.raises(CorruptArchiveError, match="more than the limit of 6"):
         read_file(tmp_path, "file", limit=6)
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_the_blobs_of_an_archive_can_be_read_by_all_and_written_by_nobody(archive: Path) -> None:
+    for blob in (archive / "blobs" / "sha256").iterdir():
+        assert stat.S_IMODE(blob.stat().st_mode) == 0o444
+
+
+def test_what_is_renewed_is_closed_again(tmp_path: Path) -> None:
+    path = tmp_path / "blob"
+    path.write_bytes(b"1")
+    before = open_files()
+    assert files.renew(path)
+    assert open_files() == before
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EINTR, errno.ENOMEM])
+def test_a_lock_that_fails_is_no_file_system_without_locks(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(descriptor: int, how: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with (tmp_path / "file").open("wb") as file, pytest.raises(OSError, match=os.strerror(number)):
+        files.try_lock(file.fileno())
+
+
+def test_a_temporary_file_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who sweeps may just be trying its lock."""
+    asked = []
+    monkeypatch.setattr(fcntl, "flock", lambda _, how: asked.append(how))
+    with files.temporary(tmp_path):
+        assert asked == [fcntl.LOCK_EX]
+
+
+def test_a_reading_knows_every_folder_on_its_way(archive: Path) -> None:
+    opened = files.Opened()
+    (blob, *_) = os.listdir(archive / "blobs" / "sha256")
+    read_file(archive, f"blobs/sha256/{blob}", limit=1 << 20, opened=opened)
+    assert set(opened) == {".", "blobs", "blobs/sha256", f"blobs/sha256/{blob}"}
+    assert {name: status.st_ino for name, status in opened.items()} == {
+        name: (archive / name).stat().st_ino for name in opened
+    }

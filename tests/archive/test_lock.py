@@ -366,3 +366,20 @@ def test_the_time_that_a_lock_gives_is_before_what_is_written_under_it(tmp_path:
         (tmp_path / "file").write_bytes(b"x")
         assert since <= (tmp_path / "file").stat().st_mtime_ns
         assert [claim.modified for claim in files.sweep(tmp_path, lock.CLAIM)] == [since]
+
+
+def test_waiting_for_a_lock_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    try_lock = files.try_lock
+
+    def busy_at_first(descriptor: int, *, wait: bool = False) -> bool:
+        tried.append(descriptor)
+        if len(tried) < 4:
+            raise BlockingIOError
+        return try_lock(descriptor, wait=wait)
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(files, "try_lock", busy_at_first)
+    with locked(tmp_path):
+        assert len(tried) > 4
+    assert len(os.listdir("/proc/self/fd")) == before

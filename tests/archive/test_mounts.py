@@ -9,14 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.archive import mounted
-from tests.capture import saved
+from tests.conftest import ARCHIVES
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="session")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved.decoder_archive(tmp_path_factory)
 
 
 def run(case: str, *paths: Path) -> None:
@@ -31,5 +26,5 @@ def test_on_a_mount(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", mounted.LOADING_CASES)
-def test_loading(case: str, tmp_path: Path, decoder: Path) -> None:
-    run(case, tmp_path, decoder)
+def test_loading(case: str, tmp_path: Path) -> None:
+    run(case, tmp_path, ARCHIVES / "cpu-1.0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import tempfile
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from graphpack import trust_settings
-from graphpack.archive.permissions import check_permissions, read_protected
+from graphpack.archive.permissions import SHOWN, check_permissions, read_protected
 from graphpack.archive.store import Archive
 from graphpack.archive.trust import Policy, Trusted
 from graphpack.errors import (
@@ -268,3 +269,15 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with pytest.raises(StorageError):
         read_protected(tmp_path / "loop", 5)
+
+
+def test_as_many_names_as_are_shown(archive: Path) -> None:
+    blobs = sorted((archive / "blobs" / "sha256").iterdir())
+    for count, wanted in ((SHOWN, "$"), (SHOWN + 1, " and 1 more$")):
+        opened = {}
+        for blob in blobs[:count]:
+            blob.chmod(0o666)
+            opened[blob.name] = blob.stat()
+        (problem,) = check_permissions(archive, opened, os.geteuid())
+        shown = ", ".join(blob.name for blob in blobs[:SHOWN])
+        assert re.fullmatch(f"{shown}{wanted}", problem.where)

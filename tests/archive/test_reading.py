@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from graphpack.archive import codec, files, glance
+from graphpack.archive import codec, files, glance, oci
 from graphpack.archive.collect import collect
 from graphpack.archive.lock import locked
 from graphpack.archive.store import Archive
-from graphpack.errors import CorruptArchiveError, GraphpackError
-from tests.archive.build import make_record
+from graphpack.errors import CorruptArchiveError, GraphpackError, NotFoundError
+from tests.archive.build import blob_path, make_archive, make_record, read_manifest
 from tests.archive.signed import attach, bundle, canonical, digest_of, policy, statement, trust
 
 
@@ -115,3 +115,61 @@ def test_nothing_stays_open(
     with suppress(GraphpackError) if flock == errno.EIO else nullcontext():
         work(archive)
     assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_the_entry_after_a_damaged_one_is_found(tmp_path: Path, damaged: int) -> None:
+    names = ("tiny", "second")
+    make_archive(tmp_path / "archive", make_record(), make_record("second"))
+    path = blob_path(tmp_path / "archive", read_manifest(tmp_path / "archive", damaged)["config"]["digest"])
+    path.chmod(0o644)
+    path.write_bytes(bytes(path.stat().st_size))
+    other = names[1 - damaged]
+    assert [entry.name for entry in Archive.open(tmp_path / "archive").find([other])] == [other]
+    with pytest.raises(CorruptArchiveError):
+        Archive.open(tmp_path / "archive").find([names[damaged]])
+
+
+DESCRIPTOR: dict[str, Any] = {"mediaType": "text/plain", "digest": f"sha256:{'0' * 64}", "size": 1}
+EVERY_KEY = {
+    "urls": [],
+    "annotations": {"a": "b"},
+    "data": "",
+    "artifactType": "a/b",
+    "platform": {},
+}
+
+
+@pytest.mark.parametrize("change", [{}, EVERY_KEY, {"size": 0}, {"size": 2**53 - 1}, {"annotations": {}}])
+def test_descriptors_that_are_read(change: dict[str, Any]) -> None:
+    raw = {**DESCRIPTOR, **change}
+    assert oci.parse_descriptor(raw, "it", "file").size == raw["size"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"other": 1},
+        {"size": -1},
+        {"size": 2**53},
+        {"size": True},
+        {"annotations": {oci.TAG_ANNOTATION: ""}},
+        {"annotations": {oci.TAG_ANNOTATION: "a" * 256}},
+    ],
+)
+def test_descriptors_that_are_not_read(change: dict[str, Any]) -> None:
+    with pytest.raises(CorruptArchiveError):
+        oci.parse_descriptor({**DESCRIPTOR, **change}, "it", "file")
+
+
+@pytest.mark.parametrize("change", [{"schemaVersion": 3}, {"schemaVersion": 2.0}, {"manifests": {}}])
+def test_an_index_of_another_kind(change: dict[str, Any]) -> None:
+    good = {"schemaVersion": 2, "manifests": []}
+    assert oci.parse_index(good).descriptors == ()
+    with pytest.raises(CorruptArchiveError, match="not an OCI image index"):
+        oci.parse_index({**good, **change})
+
+
+def test_a_path_of_characters_that_no_path_has() -> None:
+    with pytest.raises(NotFoundError, match="no path has such characters"):
+        Archive.open("\ud800")

@@ -277,6 +277,7 @@ def flips(data: bytes) -> Iterator[tuple[int, bytes]]:
         yield position, data[:position] + bytes([data[position] ^ 1 << position % 8]) + data[position + 1 :]
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("which", ["bundle", "manifest of the signature", "manifest of the entry"])
 def test_every_byte_of_a_file(archive: Path, which: str) -> None:
     attached = signed_with(archive)
@@ -296,6 +297,7 @@ def test_every_byte_of_a_file(archive: Path, which: str) -> None:
     assert outcome(archive) == 0
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_every_byte_of_a_bundle_with_the_digests_above_it_right(archive: Path) -> None:
     good = bundle_of(archive, signed_with(archive))
     index = read_index(archive)
@@ -311,6 +313,7 @@ def test_every_byte_of_a_bundle_with_the_digests_above_it_right(archive: Path) -
     assert outcome(archive) == 0
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_every_byte_of_a_manifest_with_the_digests_above_it_right(archive: Path) -> None:
     attached = signed_with(archive)
     good, index = blob_path(archive, attached).read_bytes(), read_index(archive)
@@ -322,6 +325,7 @@ def test_every_byte_of_a_manifest_with_the_digests_above_it_right(archive: Path)
     assert found == {4, 11}
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_every_byte_of_the_index(archive: Path) -> None:
     """Only the tags and the annotations of a signature can change, and they decide nothing."""
     signed_with(archive)

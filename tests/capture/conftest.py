@@ -28,12 +28,11 @@ def normed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 Build = Callable[..., bytes]
-_objects: dict[str, bytes] = {}
 
 
 @pytest.fixture
-def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything of a save but g++, which runs once a test run for each source that Inductor writes."""
+def compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Everything of a save but g++, which runs once a test run for each source that Inductor writes, whoever asks."""
     build: Build = cpu_compile.build
 
     def build_once(directory: Path, name: str, *arguments: Any) -> bytes:
@@ -42,9 +41,11 @@ def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
             # Comments hold the paths of this directory.
             lines += [line for line in source.read_text().splitlines() if not line.startswith("//")]
         key = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-        if key not in _objects:
-            _objects[key] = build(directory, name, *arguments)
-        return _objects[key]
+
+        def make(folder: Path) -> None:
+            (folder / "object").write_bytes(build(directory, name, *arguments))
+
+        return (saved.shared(tmp_path_factory, f"object {key}", make) / "object").read_bytes()
 
     monkeypatch.setattr(cpu_capture, "build", build_once)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -67,6 +68,7 @@ def shared(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], No
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             making = base / f"making {name}"
+            shutil.rmtree(making, ignore_errors=True)  # of a try that failed
             making.mkdir()
             make(making)
             making.rename(target)

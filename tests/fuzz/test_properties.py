@@ -30,6 +30,8 @@ from tests.archive.build import frame, make_record
 from tests.backends.cuda.made import REGIONS, add
 from tests.models.checkpoints import CONFIG
 
+pytestmark = pytest.mark.usefixtures("unmeasured")
+
 T = TypeVar("T")
 thorough = settings(max_examples=300, deadline=None)
 

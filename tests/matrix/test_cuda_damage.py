@@ -32,6 +32,8 @@ from tests.matrix.damage import (
 from tests.matrix.row import Row
 from tests.matrix.test_cuda import read
 
+pytestmark = pytest.mark.usefixtures("unmeasured")
+
 STEP = 1 << 10
 ANOTHER_DIGEST = "its content has another digest than its name"
 UNCHANGED = Row(field="", change="")

@@ -32,6 +32,8 @@ from tests.matrix.damage import (
     writable_copy,
 )
 
+pytestmark = pytest.mark.usefixtures("unmeasured")
+
 NAMES = files_of(GOLDEN)
 RECORD = read_documents(GOLDEN)
 BLOBS = [name for name in NAMES if is_blob(GOLDEN / name)]
