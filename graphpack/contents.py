@@ -16,8 +16,7 @@ def check_contents(record: Record, blobs: Mapping[str, bytes]) -> None:
 
     Raises CorruptArchiveError.
     """
-    objects = _cuda_problems if record.entry.backend == "cuda" else _cpu_problems
-    problems = [*_constants(record, blobs), *objects(record, blobs)]
+    problems = [*_constants(record, blobs), *_objects(record, blobs)]
     for graph in record.graphs:
         where = blob_file(graph.golden)
         try:
@@ -37,35 +36,17 @@ def _constants(record: Record, blobs: Mapping[str, bytes]) -> Iterator[Problem]:
         yield Problem(blob_file(record.constants), f"{len(blobs[record.constants])} bytes", here)
 
 
-def _cpu_problems(record: Record, blobs: Mapping[str, bytes]) -> Iterator[Problem]:
+def _objects(record: Record, blobs: Mapping[str, bytes]) -> Iterator[Problem]:
+    if record.entry.backend == "cuda":
+        from graphpack.backends.cuda.graphs_check import check_graphs
+
+        try:
+            check_graphs(record, blobs)
+        except CorruptArchiveError as error:
+            yield from error.problems
+        return
     from graphpack.backends.cpu.policy import check_described, check_object
 
     for graph in record.graphs:
         code, where = blobs[graph.object], blob_file(graph.object)
         yield from check_object(code, record.environment.machine, where) or check_described(code, record, graph, where)
-
-
-def _cuda_problems(record: Record, blobs: Mapping[str, bytes]) -> Iterator[Problem]:
-    from graphpack.backends.cuda.bindings import check_bindings
-    from graphpack.backends.cuda.columns import decode, topology
-    from graphpack.backends.cuda.images import check_image
-
-    capability = record.environment.cuda.capability if record.environment.cuda else ""
-    images: list[tuple[str, str]] = []
-    for position, graph in enumerate(record.graphs):
-        where = blob_file(graph.object)
-        columns = decode(blobs[graph.object], where, record.layout.regions)
-        found = {
-            "topology": (graph.topology, topology(columns)),
-            "nodes": (graph.nodes, len(columns.kinds)),
-            "images": (len(graph.images), len(columns.names.images)),
-        }
-        yield from (
-            Problem(f"{where}: {name}", str(archived), f"{here} in the blob")
-            for name, (archived, here) in found.items()
-            if archived != here
-        )
-        yield from check_bindings(record, position, columns)
-        images += zip(graph.images, columns.names.images, strict=False)
-    for blob, digest in dict.fromkeys(images):
-        yield from check_image(blobs[blob], digest, capability, blob_file(blob))

@@ -483,9 +483,9 @@ def test_foreign_manifests_in_the_place_of_an_entry_do_not_stop_it(archive: Path
 def test_ages_that_can_be_asked_for(archive: Path) -> None:
     for hours in (0, 1_000_000):
         assert collect(archive, older_than=hours).blobs == ()
-    for hours in (-1e-9, 1_000_000.5):
+    for other in (-1e-9, 1_000_000.5):
         with pytest.raises(UsageError, match="nothing can be collected by this age") as refused:
-            collect(archive, older_than=hours)
+            collect(archive, older_than=other)
         assert refused.value.problems[0].hint == "give hours, from 0 to 1000000"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 
 from graphpack.archive.oci import blob_file
 from graphpack.archive.record import Layout, Record
-from graphpack.backends.cuda.bindings import check_bindings
-from graphpack.backends.cuda.columns import GraphColumns, decode, topology
+from graphpack.backends.cuda.columns import GraphColumns
 from graphpack.backends.cuda.device_memory import CudaMemory, own_region
 from graphpack.backends.cuda.driver import Driver, driver
 from graphpack.backends.cuda.executable import CudaGraph
+from graphpack.backends.cuda.graphs_check import CheckedGraphs, check_graphs
 from graphpack.backends.cuda.heap import HeapPages
 from graphpack.backends.cuda.host import HostBuffer, HostPages
-from graphpack.backends.cuda.images import Images, check_image, needs_of
+from graphpack.backends.cuda.images import Images, needs_of
 from graphpack.backends.cuda.placement import place
 from graphpack.backends.cuda.relay import relay_buffers
 from graphpack.backends.cuda.session import DeviceSession
 from graphpack.backends.cuda.upload import upload_buffers
-from graphpack.errors import CorruptArchiveError, Problem
+from graphpack.errors import Problem
 from graphpack.graph import Bucket, Region
 from graphpack.identity.environment import CudaDevice
 
@@ -54,7 +54,7 @@ class CudaSession:
 
     def __init__(self, ordinal: int, load: Callable[[], Driver]) -> None:
         self._device = DeviceSession(ordinal, load)
-        self._checking: Future[None] | None = None
+        self._checking: Future[CheckedGraphs] | None = None
         self._buffer: Future[HostBuffer] | None = None
         self._heap: HeapPages | None = None
         self._columns: dict[Bucket, GraphColumns] = {}
@@ -113,48 +113,17 @@ class CudaSession:
     def prepare(self, record: Record, blobs: Mapping[str, bytes]) -> None:
         """Decode and check graphs and images in a thread."""
         pool = ThreadPoolExecutor(1, "graphpack-check")
-        self._checking = pool.submit(self._check, record, blobs)
+        self._checking = pool.submit(check_graphs, record, blobs)
         pool.shutdown(wait=False)
 
-    def check_blobs(self, record: Record, blobs: Mapping[str, bytes]) -> None:  # noqa: ARG002 - prepare has had them
+    def check_blobs(self, record: Record, blobs: Mapping[str, bytes]) -> None:  # noqa: ARG002 - prepare has had the record
         """Wait until everything has been checked. Raises CorruptArchiveError."""
         if self._checking is None:
             raise RuntimeError("blobs are checked where they were prepared: prepare comes first")
-        self._checking.result()
-
-    def _check(self, record: Record, blobs: Mapping[str, bytes]) -> None:
-        problems = []
-        pairs: list[tuple[str, str]] = []
-        for position, graph in enumerate(record.graphs):
-            columns = decode(blobs[graph.object], blob_file(graph.object), record.layout.regions)
-            computed = topology(columns)
-            where = f"graphs[{position}]"
-            if computed != graph.topology:
-                problems.append(Problem(f"{where}.topology", graph.topology[:12], f"computed {computed[:12]}"))
-            if len(columns.kinds) != graph.nodes:
-                problems.append(Problem(f"{where}.nodes", str(graph.nodes), f"{len(columns.kinds)} in its object"))
-            if len(columns.names.images) != len(graph.images):
-                sides = str(len(graph.images)), f"{len(columns.names.images)} in its object"
-                problems.append(Problem(f"{where}.images", *sides))
-            problems += check_bindings(record, position, columns)
-            pairs += zip(columns.names.images, graph.images, strict=False)
-            self._columns[graph.bucket] = columns
-        if problems:
-            raise CorruptArchiveError("an object is not the graph that the record describes", problems)
-        self._check_images(record, dict.fromkeys(pairs), blobs)
-
-    def _check_images(self, record: Record, pairs: Collection[tuple[str, str]], blobs: Mapping[str, bytes]) -> None:
-        """`pairs` are the digest of an image's content in a graph, and that of the blob which the record has for it."""
-        capability = record.environment.cuda.capability if record.environment.cuda else ""
-        problems = [
-            problem
-            for digest, blob in pairs
-            for problem in check_image(blobs[blob], digest, capability, blob_file(blob))
-        ]
-        if problems:
-            raise CorruptArchiveError("a kernel image breaks the policy for native code", problems)
-        self._contents = {digest: blobs[blob] for digest, blob in pairs}
-        self._files = {digest: blob_file(blob) for digest, blob in pairs}
+        checked = self._checking.result()
+        self._columns = checked.columns
+        self._contents = {digest: blobs[blob] for digest, blob in checked.images.items()}
+        self._files = {digest: blob_file(blob) for digest, blob in checked.images.items()}
 
     def allocate(
         self, record: Record, weights: WeightSource, constants: Mapping[str, bytes], request: LoadRequest
