@@ -6,7 +6,7 @@
 #                                       transformers. About a quarter of an hour on two cores; downloads 93 MB. FOLDER
 #                                       keeps the checkpoint and the archive for the next run.
 #     bash scripts/long.sh soak         kills, failing calls, power cuts and storms of processes, in larger numbers than
-#                                       the tests have. About twenty minutes.
+#                                       the tests have. About twenty minutes; --short tries a little of each.
 #     bash scripts/long.sh fuzz         five million inputs for what reads bytes from outside. Most of an hour on two
 #                                       cores; docs/benchmarks/fuzzing.md has a result.
 #     bash scripts/long.sh mutants      150 mutants of what decides about an archive, of which the tests have to notice
@@ -16,7 +16,7 @@ cd "$(dirname "$0")/.."
 . scripts/setup.sh test
 
 if [ "${1:-}" = soak ]; then
-    exec python scripts/soak.py
+    exec python scripts/soak.py "${@:2}"
 fi
 if [ "${1:-}" = fuzz ]; then
     exec python scripts/fuzz.py all --inputs 5000000 --processes 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from graphpack.archive import codec, oci
+from graphpack.archive import codec, limits, oci
 from graphpack.archive.check import decode_record
 from graphpack.archive.limits import check_limits
 from graphpack.archive.store import Archive
@@ -41,42 +41,43 @@ def nested(levels: int) -> Any:
     return value
 
 
+SMALL = {"CONTAINER_LIMIT": 300, "ITEM_LIMIT": 1000, "TEXT_LIMIT": 2000, "RECORD_LIMIT": 20_000}
 EMPTY = record_with({"x": []})
-OTHERS = containers(EMPTY)
-MEMBERS = items(EMPTY)
-TEXTS = {str(number): "a" * codec.TEXT_LIMIT for number in range(7)}
-REST = codec.RECORD_LIMIT - len(frame(record_with({**TEXTS, "x": "a" * 500_000}))) + 500_000
+LISTS = SMALL["CONTAINER_LIMIT"] - containers(EMPTY)
+NUMBERS = SMALL["ITEM_LIMIT"] - items(EMPTY)
+TEXTS = {str(number): "a" * SMALL["TEXT_LIMIT"] for number in range(7)}
+BYTES = SMALL["RECORD_LIMIT"] - len(frame(record_with({**TEXTS, "x": "a" * 1000}))) + 1000
 
 LARGE: dict[str, tuple[Callable[[int], Plain], str, str]] = {
     "lists": (
-        lambda more: {"x": [[]] * (codec.CONTAINER_LIMIT - OTHERS + more)},
+        lambda more: {"x": [[]] * (LISTS + more)},
         "informational",
-        f"{codec.CONTAINER_LIMIT - OTHERS + 3} of the record's 65537 lists and maps, at most 65536",
+        f"{LISTS + 3} of the record's 301 lists and maps, at most 300",
     ),
     "numbers": (
-        lambda more: {"x": [0] * (codec.ITEM_LIMIT - MEMBERS + more)},
+        lambda more: {"x": [0] * (NUMBERS + more)},
         "informational",
-        f"{codec.ITEM_LIMIT - MEMBERS + 2} of the record's 262145 members of lists and maps, at most 262144",
+        f"{NUMBERS + 2} of the record's 1001 members of lists and maps, at most 1000",
     ),
     "bytes": (
-        lambda more: {**TEXTS, "x": "a" * (REST + more)},
+        lambda more: {**TEXTS, "x": "a" * (BYTES + more)},
         "informational",
-        f"{len(codec.pack({**TEXTS, 'x': 'a' * (REST + 1)}))} of the record's 8388609 bytes, at most 8388608",
+        f"{len(codec.pack({**TEXTS, 'x': 'a' * (BYTES + 1)}))} of the record's 20001 bytes, at most 20000",
     ),
     "a map": (
-        lambda more: {"x": dict.fromkeys(map(str, range(codec.CONTAINER_LIMIT + more)))},
+        lambda more: {"x": dict.fromkeys(map(str, range(300 + more)))},
         "informational.x",
-        "a map of 65537 members, at most 65536",
+        "a map of 301 members, at most 300",
     ),
     "a text": (
-        lambda more: {"x": ["", "a" * (codec.TEXT_LIMIT - 2 + more) + "é"]},
+        lambda more: {"x": ["", "a" * (1998 + more) + "é"]},
         "informational.x[1]",
-        "a text of 1048577 bytes, at most 1048576",
+        "a text of 2001 bytes, at most 2000",
     ),
     "a key": (
-        lambda more: {"x": {"a" * (codec.TEXT_LIMIT + more): 0}},
+        lambda more: {"x": {"a" * (2000 + more): 0}},
         "informational.x",
-        "a text of 1048577 bytes, at most 1048576",
+        "a text of 2001 bytes, at most 2000",
     ),
     "levels": (
         lambda more: {"x": nested(codec.DEPTH_LIMIT - 2 + more)},
@@ -86,6 +87,14 @@ LARGE: dict[str, tuple[Callable[[int], Plain], str, str]] = {
 }
 
 
+@pytest.fixture
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, limit in SMALL.items():
+        monkeypatch.setattr(codec, name, limit)
+        monkeypatch.setattr(limits, name, limit)
+
+
+@pytest.mark.usefixtures("small_limits")
 @pytest.mark.parametrize("name", LARGE)
 def test_what_a_reader_refuses_is_refused_by_the_writer(name: str) -> None:
     make, where, here = LARGE[name]
@@ -96,18 +105,27 @@ def test_what_a_reader_refuses_is_refused_by_the_writer(name: str) -> None:
     hint = FEWER if "of the record's" in here else ""
     assert check_limits(larger) == [Problem(where, here=here, hint=hint)]
     with pytest.raises(CorruptArchiveError):
-        decode_record(frame(larger), "record")
+        codec.unframe_record(read_whole(larger), "record")
 
 
+def read_whole(plain: dict[str, Any]) -> bytes:
+    """Its file. One that is too long would not even be read."""
+    data = frame(plain)
+    if len(data) > codec.RECORD_LIMIT:
+        raise CorruptArchiveError("too long")
+    return data
+
+
+@pytest.mark.usefixtures("small_limits")
 def test_what_has_most_of_it_is_named() -> None:
-    plain = record_with({"x": [[]] * 20_000})
-    plain["weights"]["tensors"] *= 16_000
-    assert [problem.where for problem in check_limits(plain)] == ["weights", "weights"]
-    assert [
-        problem.here.rpartition(",")[0].partition("'s ")[2].partition(" ")[2] for problem in check_limits(plain)
-    ] == [
+    plain = record_with({"x": [[]] * 100})
+    plain["weights"]["tensors"] *= 100
+    found = check_limits(plain)
+    assert [problem.where for problem in found] == ["weights", "weights", "weights"]
+    assert [problem.here.partition("'s ")[2].partition(",")[0].partition(" ")[2] for problem in found] == [
         "lists and maps",
         "members of lists and maps",
+        "bytes",
     ]
 
 
