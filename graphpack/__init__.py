@@ -13,7 +13,8 @@ The journey is  model -> capture -> graph -> archive -> validate -> restore -> r
 later, and commits everything to the archive at once. `load` checks the archive, this machine, the weights and the
 memory layout, in that order, and only then restores; `verify=True` also replays the recorded inputs. What does not fit
 raises a `GraphpackError` that lists every problem found. `inspect` describes an archive without any of that. An engine
-that captures CUDA graphs itself archives them with a `Recorder`.
+that captures CUDA graphs itself archives them with a `Recorder`. A `ModelPool` has many models in one process, of which
+those that are not needed give their memory back.
 
 Importing this package imports neither torch nor numpy; `save` and `Recorder` import torch, `load` and `inspect` do not.
 """
@@ -25,6 +26,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from graphpack.errors import (
+    AsleepError,
     CaptureRefusedError,
     ClosedError,
     CorruptArchiveError,
@@ -44,6 +46,7 @@ from graphpack.errors import (
 
 if TYPE_CHECKING:
     from graphpack.archive.store import Archive
+    from graphpack.pool import ModelPool
     from graphpack.recorder import Recorder
     from graphpack.replay import RestoredModel
     from graphpack.results import SaveResult
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsleepError",
     "CaptureRefusedError",
     "ClosedError",
     "CorruptArchiveError",
@@ -58,6 +62,7 @@ __all__ = [
     "GraphpackError",
     "InputError",
     "LayoutMismatchError",
+    "ModelPool",
     "NotFoundError",
     "OutputsDifferError",
     "Problem",
@@ -149,18 +154,18 @@ def load(
     with opening.begun(Path(archive), device):
         from graphpack.results import LoadRequest
 
-        request = LoadRequest(
-            archive=Path(archive),
-            names=() if name is None else (name,),
-            weights={} if weights is None else {None: Path(weights)},
+        request = LoadRequest.of(
+            archive,
+            name,
+            weights=weights,
             device=device,
             verify=verify,
-            allow=frozenset(allow),
+            allow=allow,
             copy_weights=copy_weights,
             lazy_graphs=lazy_graphs,
-            trusted_keys=tuple(Path(key) for key in trusted_keys),
+            trusted_keys=trusted_keys,
             require_signature=require_signature,
-            bind=bind or {},
+            bind=bind,
         )
         return opening.load_only(request)
 
@@ -189,9 +194,13 @@ def open_archive(archive: AnyPath) -> Archive:
 
 
 def __getattr__(name: str) -> Any:
-    """`Recorder` imports torch, so it is imported when it is asked for."""
-    if name != "Recorder":
-        raise AttributeError(f"module 'graphpack' has no attribute '{name}'")
-    from graphpack.recorder import Recorder
+    """What imports torch, or numpy, is imported when it is asked for."""
+    if name == "Recorder":
+        from graphpack.recorder import Recorder
 
-    return Recorder
+        return Recorder
+    if name == "ModelPool":
+        from graphpack.pool import ModelPool
+
+        return ModelPool
+    raise AttributeError(f"module 'graphpack' has no attribute '{name}'")

@@ -86,6 +86,10 @@ class ClosedError(UsageError):
     """A closed model was used."""
 
 
+class AsleepError(UsageError):
+    """A model that sleeps was used."""
+
+
 class NotFoundError(GraphpackError):
     """No such archive, entry, model or file; or the path is not a graphpack archive."""
 

@@ -16,14 +16,20 @@ from graphpack.tensor import carrier_of
 WRONG_INPUTS = "the step was called with inputs it was not captured for"
 
 
+def array_of(value: Any) -> np.ndarray:
+    """A list, a numpy array, or anything on a CPU with `__dlpack__` as numpy sees it, bfloat16 as uint16, without
+    converting dtype or strides. TypeError or ValueError for anything else."""
+    shared = not isinstance(value, np.ndarray) and hasattr(value, "__dlpack_device__")
+    return carrier_of(value) if shared else np.asarray(value)
+
+
 def arrays_of(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Each value as numpy sees it, without converting dtype or strides. InputError for what is no array on a CPU."""
     arrays: dict[str, np.ndarray] = {}
     problems = []
     for name, value in values.items():
-        shared = not isinstance(value, np.ndarray) and hasattr(value, "__dlpack_device__")
         try:
-            arrays[name] = carrier_of(value) if shared else np.asarray(value)
+            arrays[name] = array_of(value)
         except (TypeError, ValueError) as error:
             problems.append(Problem(name, "a dense array on the CPU", str(error)))
     if problems:

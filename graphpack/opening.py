@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from graphpack.archive.store import Archive, Entry
     from graphpack.replay import RestoredModel
+    from graphpack.restore import MakeRoom
     from graphpack.results import LoadedEntry, LoadRequest, Observer
 
 
@@ -42,8 +43,11 @@ def load(request: LoadRequest, observer: Observer | None = None) -> list[Restore
         return _restored(archive, entries, request, observer)
 
 
-def load_only(request: LoadRequest, observer: Observer | None = None) -> RestoredModel:
-    """Restore the one entry of a request, which may leave its name out where the archive has no other.
+def load_only(
+    request: LoadRequest, observer: Observer | None = None, make_room: MakeRoom | None = None
+) -> RestoredModel:
+    """Restore the one entry of a request, which may leave its name out where the archive has no other; `make_room` is
+    called before it takes memory.
 
     Raises UsageError naming the entries if there are several; else as `load`.
     """
@@ -52,7 +56,7 @@ def load_only(request: LoadRequest, observer: Observer | None = None) -> Restore
         if len(entries) != 1:
             names = ", ".join(entry.record.entry.name for entry in entries)
             raise UsageError(f"name one of the archive's {len(entries)} entries: {names}")
-        (model,) = _restored(archive, entries, request, observer)
+        (model,) = _restored(archive, entries, request, observer, make_room)
         return model
 
 
@@ -101,7 +105,11 @@ def _held(archive: Archive, names: Sequence[str]) -> dict[str, Entry]:
 
 
 def _restored(
-    archive: Archive, entries: Sequence[Entry], request: LoadRequest, observer: Observer | None
+    archive: Archive,
+    entries: Sequence[Entry],
+    request: LoadRequest,
+    observer: Observer | None,
+    make_room: MakeRoom | None = None,
 ) -> list[RestoredModel]:
     from graphpack import logs
     from graphpack.configuration.config import find_config
@@ -121,7 +129,8 @@ def _restored(
         models = []
         for entry in entries:
             with logs.about(entry.name):
-                models.append(opened.enter_context(restore_entry(archive, entry, request, config, policy, told)))
+                model = restore_entry(archive, entry, request, config, policy, told, make_room)
+                models.append(opened.enter_context(model))
         opened.pop_all()
     for model in models:
         _tell(model.result)

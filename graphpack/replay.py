@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
 import threading
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType, TracebackType
@@ -14,17 +12,25 @@ import numpy as np
 
 from graphpack import logs
 from graphpack.archive.record import Graph, Record
-from graphpack.backends import Executable, Memory
+from graphpack.backends import KEEPS, Executable, Memory
 from graphpack.dispatch import FALLBACKS, POLICIES, check_choice, choose, padded
-from graphpack.dtypes import DTYPES
-from graphpack.errors import ClosedError, EnvironmentMismatchError, InputError, OutputsDifferError, Problem
-from graphpack.golden import Comparison, Golden, is_decode
+from graphpack.errors import (
+    AsleepError,
+    ClosedError,
+    EnvironmentMismatchError,
+    InputError,
+    Problem,
+    WeightsMismatchError,
+)
+from graphpack.golden import Golden, is_decode
 from graphpack.graph import Bucket, TensorSpec
 from graphpack.inputs import arrays_of, check_inputs, length_of, row_count, with_rows
 from graphpack.models.locate import Located
 from graphpack.results import BenchRow, LoadedEntry, Stats, VerifiedBucket
 from graphpack.slots import Slots
 from graphpack.tensor import Tensor
+from graphpack.trials import bench_graphs, verify_graphs
+from graphpack.weight_update import plan_update
 
 if TYPE_CHECKING:
     from graphpack.eager import Eager
@@ -58,7 +64,11 @@ class RestoredModel:
         self._replays: Counter[Bucket] = Counter()
         self._padded_rows = self._fallbacks = 0
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = self._asleep = False
+        self.weights = record.weights
+        """What the weights are now: the recorded ones, until `update_weights`."""
+        self.updated = False
+        """Whether `update_weights` was called: the checkpoint is no longer what the weights are."""
 
     @property
     def slots(self) -> int:
@@ -73,6 +83,7 @@ class RestoredModel:
                 replays=MappingProxyType(dict(sorted(self._replays.items()))),
                 padded_rows=self._padded_rows,
                 fallbacks=self._fallbacks,
+                weights_root=self.weights.root,
             )
 
     def step(
@@ -183,11 +194,12 @@ class RestoredModel:
 
     def state(self, name: str) -> Tensor:
         """A state region such as `kv.0.key`: on cpu its memory, on cuda a copy of it."""
-        self._require_open()
-        specs = {spec.name: spec for graph, _ in self._graphs.values() for spec in graph.state}
-        if name not in specs:
-            raise InputError(f"no state is called {name!r}", [Problem(name, ", ".join(specs))])
-        return Tensor(self._memory.array(name), specs[name].dtype)
+        with self._lock:
+            self._require_open()
+            specs = {spec.name: spec for graph, _ in self._graphs.values() for spec in graph.state}
+            if name not in specs:
+                raise InputError(f"no state is called {name!r}", [Problem(name, ", ".join(specs))])
+            return Tensor(self._memory.array(name), specs[name].dtype)
 
     def reset(self, slot: int | None = None) -> None:
         """Set one slot of the state to zero; without `slot` all state, of which nothing is assigned then, as it was
@@ -228,51 +240,105 @@ class RestoredModel:
     def verify(self, goldens: Mapping[Bucket, Golden]) -> tuple[VerifiedBucket, ...]:
         """Replay every golden from zeroed state and compare, leaving the state zeroed.
 
-        Raises OutputsDifferError with the first step that differs in each bucket.
+        Raises OutputsDifferError with the first step that differs in each bucket, and WeightsMismatchError after
+        `update_weights`.
         """
         with self._lock:
             self._require_open()
+            if self.weights.root != self.record.weights.root:
+                sides = self.record.weights.root[:12], f"{self.weights.root[:12]}, updated"
+                problem = Problem("weights.root", *sides, "load the entry again")
+                raise WeightsMismatchError("goldens are of the weights that were saved", [problem])
             return verify_graphs(self.record.entry.name, self._graphs, self._memory, goldens)
 
     def bench(self, seconds: float = 1.0) -> list[BenchRow]:
         """Time steps of every bucket for about `seconds` each, at position 0, leaving the state zeroed."""
-        rows = []
         with self._lock:
             self._require_open()
-            for bucket in self.buckets:
-                graph, executable = self._graphs[bucket]
-                inputs = {
-                    spec.name: np.full(spec.shape, spec.minimum or 0, DTYPES[spec.dtype].numpy) for spec in graph.inputs
-                }
-                executable.run(inputs)
-                times: list[float] = []
-                end = time.perf_counter() + seconds
-                while len(times) < 7 or (time.perf_counter() < end and len(times) < 100_000):
-                    start = time.perf_counter()
-                    executable.run(inputs)
-                    times.append(1e3 * (time.perf_counter() - start))
-                rows.append(
-                    BenchRow(
-                        batch_size=bucket.batch_size,
-                        seq_len=bucket.seq_len,
-                        steps=len(times),
-                        median_ms=statistics.median(times),
-                        min_ms=min(times),
-                    )
-                )
-            self._memory.reset_state()
-        return rows
+            return bench_graphs(self._graphs, self._memory, seconds)
+
+    @property
+    def awake(self) -> bool:
+        """Whether it can be used: neither asleep nor closed."""
+        return not (self._asleep or self._closed)
+
+    def sleep(self, keep: str = "host") -> None:
+        """Give the memory of the device back until `wake`, once a step that runs has ended. Addresses and graphs stay,
+        state does not, and no slot is assigned any more. Sleeping twice is fine.
+
+        Weights are kept in page-locked memory of the host, or with `keep="disk"` read again from the checkpoint. On a
+        CPU, weights that are kept in memory of the host stay where they are.
+
+        Raises WeightsMismatchError for weights that were updated and would be lost, StorageError if the host has too
+        little memory for them.
+        """
+        check_choice("keep", keep, KEEPS)
+        with self._lock:
+            self._refuse_closed()
+            if self._asleep:
+                return
+            if keep == "disk" and self.updated:
+                problem = Problem("keep", here=keep, hint="keep them in memory of the host: keep='host'")
+                raise WeightsMismatchError("updated weights cannot be read from the checkpoint again", [problem])
+            self._memory.prepare_sleep(keep)
+            self._asleep = True
+            self._slots.clear()
+            self._memory.sleep()
+
+    def check_wake(self, freed: int = 0) -> None:
+        """Raise what `wake` would raise as things are, if `freed` more bytes of the device's memory were free."""
+        with self._lock:
+            self._refuse_closed()
+            self._memory.check_wake(freed)
+
+    def wake(self) -> None:
+        """Undo `sleep`: graphs give the very bits they gave before, from state that is zero.
+
+        Raises StorageError if the device has too little memory, WeightsMismatchError if weights are to be read again
+        and the checkpoint has changed; the model sleeps on then.
+        """
+        with self._lock:
+            self._refuse_closed()
+            if self._asleep:
+                self._memory.wake()
+                self._asleep = False
+
+    def update_weights(self, tensors: Mapping[str, Any], *, constants_hold: bool = False) -> None:
+        """Give weights new values, from the next step on. `tensors` are arrays on the CPU by the checkpoint's names,
+        each of the dtype and shape that the checkpoint has; numpy's of bfloat16 are uint16. The checkpoint is never
+        written to. `weights` and `stats` say what the model's weights are from then on.
+
+        `constants_hold` says that no constant of the entry was computed from its weights, where graphpack cannot know.
+
+        Raises InputError with everything that does not fit, and nothing is written then. A model of which only a part
+        could be written is closed.
+        """
+        with self._lock:
+            self._require_open()
+            bound = self._memory.bound
+            update = plan_update(self.record, self.weights, tensors, bound, constants_hold=constants_hold)
+            self.updated = True
+            try:
+                for region, values in update.values.items():
+                    self._memory.write(region, values)
+            except BaseException:
+                self._close()
+                raise
+            self.weights = update.weights
 
     def close(self) -> None:
         """Give all memory and code back. Closing twice is fine; using a closed model is a ClosedError."""
         with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._eager = None
-            for _, executable in self._graphs.values():
-                executable.close()
-            self._memory.close()
+            self._close()
+
+    def _close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._eager = None
+        for _, executable in self._graphs.values():
+            executable.close()
+        self._memory.close()
 
     def __enter__(self) -> Self:
         return self
@@ -315,50 +381,16 @@ class RestoredModel:
             raise InputError("the state of this entry is not made of slots; call reset for all of it", problems)
 
     def _buckets_problem(self, here: str) -> Problem:
-        captured = ", ".join(str(bucket) for bucket in self.buckets)
-        return Problem(
-            "bucket", captured, here, "call with a captured size, or save with larger --batch-sizes/--seq-lens"
-        )
+        captured = ", ".join(map(str, self.buckets))
+        hint = "call with a captured size, or save with larger --batch-sizes/--seq-lens"
+        return Problem("bucket", captured, here, hint)
 
     def _require_open(self) -> None:
+        self._refuse_closed()
+        if self._asleep:
+            problem = Problem("model", here="asleep", hint="switch to it first: ModelPool.switch, or wake it")
+            raise AsleepError(f"entry '{self.record.entry.name}' is asleep", [problem])
+
+    def _refuse_closed(self) -> None:
         if self._closed:
             raise ClosedError(f"entry '{self.record.entry.name}' was closed")
-
-
-def verify_graphs(
-    name: str,
-    graphs: Mapping[Bucket, tuple[Graph, Executable]],
-    memory: Memory,
-    goldens: Mapping[Bucket, Golden],
-) -> tuple[VerifiedBucket, ...]:
-    """See `RestoredModel.verify`; for graphs that are not yet anybody's model."""
-    verified, problems = [], []
-    for bucket, golden in sorted(goldens.items()):
-        graph, executable = graphs[bucket]
-        output = graph.outputs[0]
-        comparison = Comparison(golden, graph.tolerance, memory.exact)
-        memory.reset_state()
-        memory.poison()
-        for step in range(golden.steps):
-            given = {input_name: values[step] for input_name, values in golden.inputs.items()}
-            check_inputs(graph.inputs, given, scratch_allowed=True)
-            comparison.add(executable.run(given)[output.name], output.dtype)
-        problems += [
-            Problem(f"bucket {bucket}, {problem.where}", problem.archived, problem.here)
-            for problem in comparison.problems
-        ]
-        verified.append(
-            VerifiedBucket(
-                batch_size=bucket.batch_size,
-                seq_len=bucket.seq_len,
-                steps=comparison.steps,
-                max_difference=comparison.max_difference,
-                tolerance=graph.tolerance,
-                bit_identical=comparison.bit_identical,
-                argmax_compared=comparison.argmax_compared,
-            )
-        )
-    memory.reset_state()
-    if problems:
-        raise OutputsDifferError(f"entry '{name}' was restored but its outputs are wrong here", problems)
-    return tuple(verified)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from graphpack import golden
 from graphpack.archive.check import check_features
-from graphpack.archive.record import Graph
+from graphpack.archive.record import Graph, Record
 from graphpack.archive.store import Archive, Entry
 from graphpack.archive.trust import Policy, Trusted, trust_entry
 from graphpack.archive.validate import Ladder
-from graphpack.backends import Executable, Memory, Session, backend
+from graphpack.backends import Executable, Memory, Room, Session, backend
 from graphpack.configuration.config import Config
 from graphpack.errors import (
     CorruptArchiveError,
@@ -42,16 +42,29 @@ from graphpack.regions import (
     stored_specs,
     unpack_constants,
 )
-from graphpack.replay import RestoredModel, verify_graphs
+from graphpack.replay import RestoredModel
 from graphpack.results import LoadedEntry, LoadRequest, Observer, VerifiedBucket
 from graphpack.stages import Stages
+from graphpack.trials import verify_graphs
+
+MakeRoom = Callable[[Record, Room], None]
+"""Told what is to be restored, and what it will take of which device."""
 
 
 def restore_entry(
-    archive: Archive, entry: Entry, request: LoadRequest, config: Config, policy: Policy | None, observer: Observer
+    archive: Archive,
+    entry: Entry,
+    request: LoadRequest,
+    config: Config,
+    policy: Policy | None,
+    observer: Observer,
+    make_room: MakeRoom | None = None,
 ) -> RestoredModel:
-    """Climb the ladder for one entry. Without a policy, the entry is one that this very save has written."""
-    return _Restore(archive, entry, request, config, policy, observer).run()
+    """Climb the ladder for one entry. Without a policy, the entry is one that this very save has written.
+
+    `make_room` is called before memory is taken; what it raises ends the climb.
+    """
+    return _Restore(archive, entry, request, config, policy, observer, make_room).run()
 
 
 class _Restore:
@@ -65,6 +78,7 @@ class _Restore:
         config: Config,
         policy: Policy | None,
         observer: Observer,
+        make_room: MakeRoom | None,
     ) -> None:
         self._archive = archive
         self._entry = entry
@@ -76,6 +90,7 @@ class _Restore:
         self._policy = policy
         self._trusted = Trusted()
         self._observer = observer
+        self._make_room = make_room
         self._ladder = Ladder()
         self._stage = Stages(observer)
         self._blobs: dict[str, bytes] = {}
@@ -99,6 +114,8 @@ class _Restore:
             try:
                 with self._stage("layout"):
                     constants = self._check_layout(located.config)
+                if self._make_room is not None:
+                    self._make_room(self._record, self._session.room(self._record.layout, self._request))
                 with self._stage("bind"):
                     memory = self._session.allocate(self._record, source, constants, self._request)
                     undo.callback(memory.close)

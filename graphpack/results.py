@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 from graphpack.errors import GraphpackError, Problem, UsageError
 from graphpack.graph import Bucket
@@ -23,6 +24,8 @@ from graphpack.words import (
     is_device,
     is_entry_name,
 )
+
+AnyPath = str | os.PathLike[str]
 
 
 def _sizes_problems(where: str, sizes: tuple[int, ...]) -> list[Problem]:
@@ -103,6 +106,29 @@ class LoadRequest:
     require_signature: bool = False
     bind: Mapping[str, int] = field(default_factory=dict)
     scatter: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        archive: AnyPath,
+        name: str | None,
+        *,
+        weights: AnyPath | None = None,
+        allow: Collection[str] = (),
+        trusted_keys: Collection[AnyPath] = (),
+        bind: Mapping[str, int] | None = None,
+        **others: Any,
+    ) -> Self:
+        """What `graphpack.load` is asked to do."""
+        return cls(
+            archive=Path(archive),
+            names=() if name is None else (name,),
+            weights={} if weights is None else {None: Path(weights)},
+            allow=frozenset(allow),
+            trusted_keys=tuple(Path(key) for key in trusted_keys),
+            bind=bind or {},
+            **others,
+        )
 
     def __post_init__(self) -> None:
         problems = [] if self.device is None else _device_problems(self.device)
@@ -245,11 +271,12 @@ class BenchRow:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
     """What a restored model has run: replays by bucket, those of no use left out; the padding rows among them; steps
-    that no graph was captured for."""
+    that no graph was captured for. `weights_root` is that of `RestoredModel.weights`."""
 
     replays: Mapping[Bucket, int]
     padded_rows: int
     fallbacks: int
+    weights_root: str
 
 
 Finish = Literal["eos", "max_tokens", "seq_len"]

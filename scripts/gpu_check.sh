@@ -8,6 +8,7 @@
 # smoke            save tiny-qwen3 (moved and poisoned in its proof), restore it in a fresh process
 # tests            refusals, relocation, two archives, leaks, the engine example
 # dispatch         rows that come and go over eight buckets, and the fallback to the model itself
+# pool             a hundred switches between models of which one is awake, how fast they wake (after bench quick)
 # compile          the smoke stage for torch.compile's kernels, with empty caches
 # archives         the two small archives for tests/archives, as one tar file
 # throughput       decoded tokens a second beside eager and torch.compile (after bench compile)
@@ -63,6 +64,7 @@ while [ "$#" -gt 0 ]; do
         smoke) stage smoke 150 "$PYTHON" scripts/gpu/smoke.py ;;
         tests) stage tests 300 "$PYTHON" scripts/gpu/checks.py ;;
         dispatch) stage dispatch 300 "$PYTHON" scripts/gpu/dispatch.py ;;
+        pool) stage pool 120 "$PYTHON" scripts/gpu/pool.py ;;
         compile) stage compile 240 "$PYTHON" scripts/gpu/smoke.py --compile ;;
         archives) stage archives 240 "$PYTHON" scripts/gpu/archives.py ;;
         throughput) stage throughput 150 "$PYTHON" scripts/gpu/throughput.py ;;

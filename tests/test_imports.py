@@ -35,9 +35,8 @@ ORDER = """
     backends.cpu.export backends.cpu.compile backends.cpu.capture backends.cpu.agree backends.cpu.capturing
     backends.cuda.structs backends.cuda.libcuda backends.cuda.driver backends.cuda.device
     backends.cuda.attributes backends.cuda.columns_check backends.cuda.columns backends.cuda.builder
-    backends.cuda.host backends.cuda.heap backends.cuda.images backends.cuda.spans backends.cuda.bindings
-    backends.cuda.graphs_check
-    backends.cuda.placement
+    backends.cuda.host backends.cuda.host_weights backends.cuda.heap backends.cuda.images backends.cuda.spans
+    backends.cuda.bindings backends.cuda.graphs_check backends.cuda.placement
     backends.cuda.arena
     backends.cuda.rebuild backends.cuda.ring backends.cuda.upload backends.cuda.relay
     backends.cuda.device_memory backends.cuda.executable
@@ -47,7 +46,8 @@ ORDER = """
     backends.cuda.listener backends.cuda.walk backends.cuda.audit backends.cuda.encode
     backends.cuda.space backends.cuda.memory backends.cuda.recorder
     backends.cuda.watch backends.cuda.capture backends.cuda.agree backends.cuda.capturing
-    trust_settings inputs dispatch slots eager replay restore completeness opening sampling generate
+    trust_settings inputs dispatch slots eager weight_update trials replay restore completeness opening budget pool
+    sampling generate
     signing contents verify
     freshness prewarm entry proof capture recorder
     documents report

@@ -7,14 +7,14 @@ Modules are imported when asked for, so that `inspect` pays for none of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 from graphpack.archive.glance import CUDA_GRAPH_TYPE
-from graphpack.errors import EnvironmentMismatchError, Problem
+from graphpack.errors import EnvironmentMismatchError, Problem, WeightsMismatchError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,6 +33,25 @@ BLOB_TYPES = {"cuda": CUDA_GRAPH_TYPE}
 """Media types by which to know, at a glance, the entries of backends that `hold` does something for."""
 
 
+KEEPS = ("host", "disk")
+"""Where the weights of a sleeping model are: in memory of the host, or in the checkpoint that they are read from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What an entry takes of a device while it is awake: `bytes` of memory."""
+
+    device: str
+    bytes: int
+
+
+def refuse_changed(weights: WeightSource) -> None:
+    """Raise WeightsMismatchError if files of a sleeping model are not those it was loaded from any more."""
+    problems = [replace(problem, hint="remove the model and load it again") for problem in weights.changed()]
+    if problems:
+        raise WeightsMismatchError("the checkpoint has changed since the model was loaded", problems)
+
+
 class Memory(Protocol):
     """Everything a graph of one entry reads and writes, by region name."""
 
@@ -43,6 +62,10 @@ class Memory(Protocol):
 
     @property
     def weights_mode(self) -> str: ...
+
+    @property
+    def bound(self) -> Collection[str]:
+        """The regions in memory that the caller holds."""
 
     @property
     def carriers(self) -> Callable[[int], Carrier] | None:
@@ -59,6 +82,26 @@ class Memory(Protocol):
 
     def poison(self) -> None:
         """Where this memory has scratch and outputs of its own, fill them with 0xFF."""
+
+    def write(self, region: str, values: np.ndarray) -> None:
+        """Overwrite a weight region with as many elements of its own dtype. Nothing may run meanwhile."""
+
+    def prepare_sleep(self, keep: str) -> None:
+        """Have the weights where one of `KEEPS` says, before `sleep`; with `disk`, what was written to them is lost
+        then. Raises StorageError where the host has too little memory."""
+
+    def sleep(self) -> None:
+        """Give the memory itself back and keep its addresses. Nothing may use it until `wake`."""
+
+    def check_wake(self, freed: int) -> None:
+        """Raise what `wake` would raise, as far as it is known before, when `freed` more bytes of memory are free."""
+
+    def wake(self) -> None:
+        """Undo `sleep`: weights and constants are as they were, and all else is zero.
+
+        Raises StorageError for too little memory, WeightsMismatchError for a checkpoint that has changed; then it still
+        sleeps.
+        """
 
     def array(self, region: str) -> np.ndarray:
         """The region's elements, bfloat16 as uint16; sharing its memory if that is the host's."""
@@ -95,6 +138,9 @@ class Session(Protocol):
 
     def check_settings(self, record: Record, blobs: Mapping[str, bytes]) -> list[Problem]:
         """Settings that contradict what was captured under them."""
+
+    def room(self, layout: Layout, request: LoadRequest) -> Room:
+        """What `allocate` will take."""
 
     def allocate(
         self, record: Record, weights: WeightSource, constants: Mapping[str, bytes], request: LoadRequest

@@ -47,6 +47,7 @@ class Content(Protocol):
     def view(self) -> memoryview: ...
     def address(self) -> int: ...
     def changed(self) -> list[Problem]: ...
+    def let_go(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -92,6 +93,10 @@ class WeightFile:
         here = ", ".join(f"{name} {self._opened[name]} became {now[name]}" for name in different)
         return [Problem(str(self.path), here=here, hint="let no one write to the checkpoint, then try again")]
 
+    def let_go(self) -> None:
+        if self._mapping is not None:
+            self._mapping.madvise(mmap.MADV_DONTNEED)
+
     def close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -136,6 +141,9 @@ class _Array:
 
     def changed(self) -> list[Problem]:
         return []
+
+    def let_go(self) -> None:
+        """Nothing else has what is here."""
 
     def close(self) -> None:
         """Memory goes with its last reference."""
@@ -196,6 +204,12 @@ class WeightSource:
     def changed(self) -> list[Problem]:
         """One problem for each file whose identity, size or times are no longer those it was opened with."""
         return [problem for content in self._contents for problem in content.changed()]
+
+    def let_go(self) -> None:
+        """Give the memory of mapped files back. Their addresses stay good, and what was written there is lost: the next
+        look reads the files again."""
+        for content in self._contents:
+            content.let_go()
 
     def close(self) -> None:
         """Close the files. Closing twice is fine."""

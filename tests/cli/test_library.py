@@ -34,7 +34,11 @@ def test_save_refuses_every_bad_setting_at_once() -> None:
 
 def test_load(fake: Fake) -> None:
     restore = fakes.Loading((fakes.LOADED,))
-    fake("opening", fakes.module(load_only=lambda request: restore(request, SilentObserver())[0]))
+
+    def load_only(request: LoadRequest) -> object:
+        return restore(request, SilentObserver())[0]
+
+    fake("opening", fakes.module(begun=lambda *_: nullcontext(), load_only=load_only))
     model = graphpack.load("archive", "n", weights="dir", verify=True, allow=["environment.torch"], copy_weights=True)
     assert isinstance(model, fakes.FakeModel)
     assert restore.models == [model]

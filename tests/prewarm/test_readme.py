@@ -40,7 +40,7 @@ def test_the_commands_of_the_readme(archive: Path, bin_folder: Path) -> None:
     tokenizer().save(str(archive / "checkpoints" / "qwen3" / "tokenizer.json"))
     shell("graphpack rm archive pairs", archive, bin_folder)
     printed = [(command, shell(line, archive, bin_folder)) for command, line in lines()]
-    journey = "save load generate inspect prewarm load python keygen sign load rm gc"
+    journey = "save load generate inspect prewarm load python python keygen sign load rm gc"
     assert [command for command, _ in printed] == journey.split()
     last = dict(printed)
     assert last["python"] == "(1, 32)\n"

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphpack.backends.cpu.memory import CpuMemory
+from graphpack.backends import Room
+from graphpack.backends.cpu.memory import CpuMemory, room
 from graphpack.backends.cpu.policy import check_described, check_object, compiled_settings
 from graphpack.backends.cpu.runtime import CompiledObject, TorchLibrary, torch_library
 from graphpack.dtypes import DTYPES
@@ -65,6 +66,9 @@ class CpuSession:
             for other in sorted(compiled, key=str)
         ]
         return problems
+
+    def room(self, layout: Layout, request: LoadRequest) -> Room:  # noqa: ARG002
+        return room(layout.regions)
 
     def allocate(
         self, record: Record, weights: WeightSource, constants: Mapping[str, bytes], request: LoadRequest

@@ -22,13 +22,16 @@ class Arena:
     """
 
     def __init__(self, driver: Driver, device: int, layout: Layout, placement: Placement) -> None:
-        self._undo = ExitStack()
+        self._driver, self._device = driver, device
+        self._addresses, self._memory = ExitStack(), ExitStack()
         parts = spans(layout.regions, placement.offsets, layout.granularity)
         check_held(layout, placement.bound, device, driver.pointer_range, driver.pointer_device)
+        self._needed = sum(size for _, size in parts)
+        self.check_room()
         try:
-            self._check_room(driver, sum(size for _, size in parts))
-            base = self._reserve(driver, layout, placement) if parts else layout.base
-            self._map(driver, device, [(base + offset, size) for offset, size in parts])
+            base = self._reserve(layout, placement) if parts else layout.base
+            self._parts = [(base + offset, size) for offset, size in parts]
+            self.map()
         except BaseException:
             self.close()
             raise
@@ -36,14 +39,15 @@ class Arena:
         recorded = {region.name: layout.base + region.offset for region in layout.regions}
         self.moved = self.addresses != recorded
 
-    def _check_room(self, driver: Driver, needed: int) -> None:
-        free, total = driver.memory_info()
-        if needed > free:
-            raise _too_little(needed, f"{free // _MIB} MiB free of {total // _MIB} MiB")
+    def check_room(self, freed: int = 0) -> None:
+        """Raise StorageError if the device has too little memory, when `freed` more bytes are free."""
+        free, total = self._driver.memory_info()
+        if self._needed > free + freed:
+            raise _too_little(self._needed, f"{(free + freed) // _MIB} MiB free of {total // _MIB} MiB")
 
-    def _reserve(self, driver: Driver, layout: Layout, placement: Placement) -> int:
-        base = driver.reserve(placement.bytes, layout.base)
-        self._undo.callback(driver.free_addresses, base, placement.bytes)
+    def _reserve(self, layout: Layout, placement: Placement) -> int:
+        base = self._driver.reserve(placement.bytes, layout.base)
+        self._addresses.callback(self._driver.free_addresses, base, placement.bytes)
         if base != layout.base and not layout.relocatable:
             sides = f"{layout.base:#x}", f"taken; the driver gives {base:#x}"
             hint = "the entry holds addresses as data and cannot be moved; load it in a process of its own"
@@ -52,22 +56,33 @@ class Arena:
             )
         return base
 
-    def _map(self, driver: Driver, device: int, parts: list[tuple[int, int]]) -> None:
-        for address, size in parts:
-            try:
-                handle = driver.create_memory(size, device)
-            except CudaError as error:
-                if error.status != OUT_OF_MEMORY:
-                    raise
-                raise _too_little(size, error.name) from error
-            self._undo.callback(driver.release_memory, handle)
-            driver.map_memory(address, size, handle)
-            self._undo.callback(driver.unmap_memory, address, size)
-            driver.allow_access(address, size, device)
+    def map(self) -> None:
+        """Have memory at the addresses; what it holds is not said. All of it or, when it raises, none.
+
+        Raises StorageError if the device has too little.
+        """
+        with ExitStack() as undo:
+            for address, size in self._parts:
+                try:
+                    handle = self._driver.create_memory(size, self._device)
+                except CudaError as error:
+                    if error.status != OUT_OF_MEMORY:
+                        raise
+                    raise _too_little(size, error.name) from error
+                undo.callback(self._driver.release_memory, handle)
+                self._driver.map_memory(address, size, handle)
+                undo.callback(self._driver.unmap_memory, address, size)
+                self._driver.allow_access(address, size, self._device)
+            self._memory = undo.pop_all()
+
+    def unmap(self) -> None:
+        """Give the memory back and keep the addresses. Nothing may use it until `map`."""
+        self._memory.close()
 
     def close(self) -> None:
         """Give the memory and the addresses back. Nothing may use them any more; closing twice is fine."""
-        self._undo.close()
+        with self._addresses:
+            self._memory.close()
 
 
 def _too_little(needed: int, here: str) -> StorageError:

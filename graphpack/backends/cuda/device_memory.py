@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from graphpack.archive.record import Layout
+from graphpack.backends import refuse_changed
 from graphpack.backends.cuda.arena import Arena
 from graphpack.backends.cuda.driver import Driver
 from graphpack.backends.cuda.host import HostBuffer, address_of
+from graphpack.backends.cuda.host_weights import HostWeights
 from graphpack.backends.cuda.placement import Placement
 from graphpack.backends.cuda.relay import Relay
 from graphpack.backends.cuda.upload import Upload, plan_upload
@@ -58,19 +60,23 @@ class CudaMemory:
     ) -> None:
         self.exact = True
         self.device = f"cuda:{device}"
+        self.bound = frozenset(placement.bound)
         self._driver, self._context = driver, context
         self._own = {region.name: region for region in layout.regions if region.name not in placement.bound}
         self._regions = {region.name: region for region in layout.regions}
         self._undo = ExitStack()
-        self._weights, self._when_closed = weights, closed
+        self._weights, self._constants, self._when_closed = weights, constants, closed
         self._staging: HostBuffer | None = None
+        self._copy: HostWeights | None = None
+        self._keep = ""
         self._closed = False
         driver.set_context(context)
         try:
-            arena = Arena(driver, device, layout, placement)
-            self._undo.callback(arena.close)
-            self.addresses = arena.addresses
-            self.moved = arena.moved
+            self._arena = Arena(driver, device, layout, placement)
+            self._undo.callback(self._arena.close)
+            self.addresses = self._arena.addresses
+            self.moved = self._arena.moved
+            self._undo.callback(self._drop_copy)
             self.stream = driver.create_stream()
             self._undo.callback(driver.destroy_stream, self.stream)
             plan = plan_upload(self._own.values(), self.addresses, weights)
@@ -82,13 +88,16 @@ class CudaMemory:
                 plan, buffer = replace(plan, copies=()), None
             self._upload = Upload(driver, context, plan, weights, buffer)
             self._undo.callback(self._upload.close)
-            for name, data in constants.items():
-                if name in self._own and data:
-                    driver.copy_to_device(self.addresses[name], address_of(data), len(data))
+            self._put_constants()
             self._fill("state", 0)
         except BaseException:
             self._undo.close()
             raise
+
+    def _put_constants(self) -> None:
+        for name, data in self._constants.items():
+            if name in self._own and data:
+                self._driver.copy_to_device(self.addresses[name], address_of(data), len(data))
 
     @property
     def weights_mode(self) -> str:
@@ -131,6 +140,65 @@ class CudaMemory:
         for region in self._own.values():
             if region.kind == kind and region.bytes:
                 self._driver.fill_async(self.addresses[region.name], byte, region.bytes, self.stream)
+
+    def write(self, region: str, values: np.ndarray) -> None:
+        self._driver.set_context(self._context)
+        if values.nbytes:
+            self._driver.copy_to_device(self.addresses[region], int(values.ctypes.data), values.nbytes)
+            self._driver.synchronize()
+        if self._copy is not None:
+            self._copy.fresh = False
+
+    def prepare_sleep(self, keep: str) -> None:
+        """What is copied to memory of the host the first time is good until a weight is written."""
+        self._driver.set_context(self._context)
+        self._driver.synchronize_stream(self.stream)
+        if keep == "disk":
+            self._drop_copy()
+        else:
+            if self._copy is None:
+                self._copy = HostWeights(self._driver, self._own.values(), self.addresses)
+            if not self._copy.fresh:
+                self._copy.fetch()
+        self._keep = keep
+
+    def _drop_copy(self) -> None:
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            copy.close()
+
+    def sleep(self) -> None:
+        self._driver.set_context(self._context)
+        self._arena.unmap()
+
+    def check_wake(self, freed: int) -> None:
+        self._driver.set_context(self._context)
+        self._arena.check_room(freed)
+        if self._keep == "disk":
+            refuse_changed(self._weights)
+
+    def wake(self) -> None:
+        """Weights travel while the device zeroes everything else."""
+        self._driver.set_context(self._context)
+        with ExitStack() as undo:
+            self._arena.map()
+            undo.callback(self._arena.unmap)
+            undo.callback(self._driver.synchronize)
+            if self._copy is not None:
+                self._copy.send()
+            for kind in ("state", "scratch", "input", "output"):
+                self._fill(kind, 0)
+            if self._copy is None:
+                self._upload_again()
+            self._put_constants()
+            self._driver.synchronize()
+            undo.pop_all()
+
+    def _upload_again(self) -> None:
+        plan = plan_upload(self._own.values(), self.addresses, self._weights)
+        with closing(Upload(self._driver, self._context, plan, self._weights)) as upload:
+            upload.wait()
+        refuse_changed(self._weights)
 
     def array(self, region: str) -> np.ndarray:
         """A copy in host memory."""

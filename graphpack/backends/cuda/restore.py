@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from graphpack.archive.oci import blob_file
 from graphpack.archive.record import Layout, Record
+from graphpack.backends import Room
 from graphpack.backends.cuda.columns import GraphColumns
 from graphpack.backends.cuda.device_memory import CudaMemory, own_region
 from graphpack.backends.cuda.driver import Driver, driver
@@ -18,7 +19,7 @@ from graphpack.backends.cuda.graphs_check import CheckedGraphs, check_graphs
 from graphpack.backends.cuda.heap import HeapPages
 from graphpack.backends.cuda.host import HostBuffer, HostPages
 from graphpack.backends.cuda.images import Images, needs_of
-from graphpack.backends.cuda.placement import place
+from graphpack.backends.cuda.placement import place, spans
 from graphpack.backends.cuda.relay import relay_buffers
 from graphpack.backends.cuda.session import DeviceSession
 from graphpack.backends.cuda.upload import upload_buffers
@@ -124,6 +125,11 @@ class CudaSession:
         self._columns = checked.columns
         self._contents = {digest: blobs[blob] for digest, blob in checked.images.items()}
         self._files = {digest: blob_file(blob) for digest, blob in checked.images.items()}
+
+    def room(self, layout: Layout, request: LoadRequest) -> Room:
+        placement = place(layout, request.bind, scatter=request.scatter)
+        parts = spans(layout.regions, placement.offsets, layout.granularity)
+        return Room(f"cuda:{self._device.index}", sum(size for _, size in parts))
 
     def allocate(
         self, record: Record, weights: WeightSource, constants: Mapping[str, bytes], request: LoadRequest

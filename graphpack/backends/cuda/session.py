@@ -24,7 +24,7 @@ class DeviceSession:
 
     def __init__(self, index: int, load: Callable[[], Driver]) -> None:
         pool = ThreadPoolExecutor(1, "graphpack-device")
-        self._index, self._load = index, load
+        self.index, self._load = index, load
         self._described = pool.submit(read_device, index, load)
         self._context = pool.submit(self._retain)
         pool.shutdown(wait=False)
@@ -52,7 +52,7 @@ class DeviceSession:
 
     @property
     def device(self) -> int:
-        return self.driver.device(self._index)
+        return self.driver.device(self.index)
 
     @property
     def described(self) -> CudaDevice:

@@ -85,7 +85,13 @@ class AnsweringDriver(FakeDriver):
         self.streams[stream].append(work)
 
     def copy_to_host_async(self, target: int, source: int, size: int, stream: int) -> None:
-        self.streams[stream].append(lambda: self.write(source, self._numbers(self._seeds[stream], size)))
+        """What a graph has computed is on its own stream; on others it is memory as it is."""
+
+        def work() -> None:
+            if stream in self._seeds:
+                self.write(source, self._numbers(self._seeds[stream], size))
+
+        self.streams[stream].append(work)
         super().copy_to_host_async(target, source, size, stream)
 
     def _numbers(self, seed: bytes, size: int) -> bytes:

@@ -29,6 +29,7 @@ from graphpack.errors import (
 from graphpack.models.presets import make_checkpoint
 from graphpack.results import LoadRequest
 from tests.archive.build import identity, read_record, reseal
+from tests.backends.cuda.fake_driver import FakeDriver
 from tests.backends.cuda.kept import ARCHIVES, AnsweringDriver, record_of, replayable
 
 ROOT = Path(__file__).parents[3]
@@ -217,10 +218,10 @@ NO_CALLS = ("held", "hold", "read", "span", "write")
 class Counted:
     """Counts the calls of a driver's methods, and makes one of them fail."""
 
-    def __init__(self, driver: AnsweringDriver, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, driver: FakeDriver, patch: pytest.MonkeyPatch) -> None:
         self.counts: Counter[str] = Counter()
         self.failing: tuple[str, int] = ("", 0)
-        for name in dir(AnsweringDriver):
+        for name in dir(driver):
             method = getattr(driver, name)
             if callable(method) and not name.startswith("_") and name not in (*NEEDED_TO_GIVE_BACK, *NO_CALLS):
                 patch.setattr(driver, name, self._counting(name, method))

@@ -1,0 +1,85 @@
+"""Restored graphs on trial: whether they give what was recorded, and how long they take."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+
+import numpy as np
+
+from graphpack.archive.record import Graph
+from graphpack.backends import Executable, Memory
+from graphpack.dtypes import DTYPES
+from graphpack.errors import OutputsDifferError, Problem
+from graphpack.golden import Comparison, Golden
+from graphpack.graph import Bucket
+from graphpack.inputs import check_inputs
+from graphpack.results import BenchRow, VerifiedBucket
+
+
+def verify_graphs(
+    name: str,
+    graphs: Mapping[Bucket, tuple[Graph, Executable]],
+    memory: Memory,
+    goldens: Mapping[Bucket, Golden],
+) -> tuple[VerifiedBucket, ...]:
+    """Replay every golden from zeroed state and compare, leaving the state zeroed.
+
+    Raises OutputsDifferError with the first step that differs in each bucket.
+    """
+    verified, problems = [], []
+    for bucket, golden in sorted(goldens.items()):
+        graph, executable = graphs[bucket]
+        output = graph.outputs[0]
+        comparison = Comparison(golden, graph.tolerance, memory.exact)
+        memory.reset_state()
+        memory.poison()
+        for step in range(golden.steps):
+            given = {input_name: values[step] for input_name, values in golden.inputs.items()}
+            check_inputs(graph.inputs, given, scratch_allowed=True)
+            comparison.add(executable.run(given)[output.name], output.dtype)
+        problems += [
+            Problem(f"bucket {bucket}, {problem.where}", problem.archived, problem.here)
+            for problem in comparison.problems
+        ]
+        verified.append(
+            VerifiedBucket(
+                batch_size=bucket.batch_size,
+                seq_len=bucket.seq_len,
+                steps=comparison.steps,
+                max_difference=comparison.max_difference,
+                tolerance=graph.tolerance,
+                bit_identical=comparison.bit_identical,
+                argmax_compared=comparison.argmax_compared,
+            )
+        )
+    memory.reset_state()
+    if problems:
+        raise OutputsDifferError(f"entry '{name}' was restored but its outputs are wrong here", problems)
+    return tuple(verified)
+
+
+def bench_graphs(graphs: Mapping[Bucket, tuple[Graph, Executable]], memory: Memory, seconds: float) -> list[BenchRow]:
+    """Time steps of every graph for about `seconds` each, at position 0, leaving the state zeroed."""
+    rows = []
+    for bucket, (graph, executable) in sorted(graphs.items()):
+        inputs = {spec.name: np.full(spec.shape, spec.minimum or 0, DTYPES[spec.dtype].numpy) for spec in graph.inputs}
+        executable.run(inputs)
+        times: list[float] = []
+        end = time.perf_counter() + seconds
+        while len(times) < 7 or (time.perf_counter() < end and len(times) < 100_000):
+            start = time.perf_counter()
+            executable.run(inputs)
+            times.append(1e3 * (time.perf_counter() - start))
+        rows.append(
+            BenchRow(
+                batch_size=bucket.batch_size,
+                seq_len=bucket.seq_len,
+                steps=len(times),
+                median_ms=statistics.median(times),
+                min_ms=min(times),
+            )
+        )
+    memory.reset_state()
+    return rows

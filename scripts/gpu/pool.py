@@ -1,0 +1,230 @@
+"""Many models on one GPU, of which one is awake: a hundred switches, what sleep gives back, how fast waking is.
+
+    python scripts/gpu/pool.py [ARCHIVE CHECKPOINT]...
+
+Without arguments: the archive and checkpoint that `bench quick` leaves, under two names, and tiny-qwen3.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import WORK, Report, expect, graphpack, main
+
+import graphpack as library
+from graphpack.backends.cuda.driver import Driver, driver
+from graphpack.backends.cuda.host import HostBuffer
+from graphpack.replay import RestoredModel
+
+SWITCHES = 100
+GRANULE = 2 << 20
+WAKE_RATIO = 0.8
+BIG = 256 << 20
+"""Bytes of weights from which on waking is a matter of bandwidth."""
+
+Pairs = list[tuple[Path, Path | None]]
+"""Archives with their checkpoints; a built-in model needs none."""
+
+
+def pool(report: Report) -> None:
+    given = [Path(word) for word in sys.argv[1:]]
+    pairs: Pairs = [*zip(given[::2], given[1::2], strict=True)] or _default_pairs(report)
+    cuda = driver()
+    cuda.set_context(cuda.retain_context(cuda.device(0)))
+    built = _counted(cuda, "instantiate")
+    with report.check("pinned bandwidth"):
+        rates = [_pinned(cuda)]
+    budget = max(_record(archive).layout.bytes for archive, _ in pairs)
+    with library.ModelPool(budget=budget) as made:
+        for index, (archive, checkpoint) in enumerate(pairs):
+            with report.check(f"load {archive.name} as model{index}"):
+                options = {"weights": checkpoint, "device": "cuda", "verify": index == 0}
+                model = made.load(archive, alias=f"model{index}", **options)
+                report.put(f"model{index}", {"weights": _weights(model), "graphs": len(model.buckets)})
+        names = list(made.names)
+        with report.check("the first time"):
+            expected = {name: _steps(made.switch(name)) for name in names}
+            first = {}
+            for name in names:
+                made.switch(name)
+                first[name] = _timed(made.sleep, name)
+            report.put("sleep s, with the copy to the host", first)
+        graphs = len(built)
+        with report.check(f"{SWITCHES} switches"):
+            wakes, sleeps, switches = _switch(cuda, made, names, expected, report)
+        with report.check("nothing is captured or built again"):
+            expect(len(built) == graphs, f"{len(built) - graphs} graphs were instantiated by switching")
+            report.put("captures", sum(made.switch(name).result.captures for name in names))
+        with report.check("weights read again from the checkpoint"):
+            _from_disk(made, names, expected, report)
+        with report.check("weights updated in place"):
+            _updated(made, names[-1], expected[names[-1]])
+        with report.check("pinned bandwidth again"):
+            for name in made.awake:
+                made.sleep(name)
+            rates.append(_pinned(cuda))
+        sizes = {name: _weights(made.switch(name)) for name in names}
+    report.put("pinned GB/s", rates)
+    with report.check("waking at the speed of the bus"):
+        _report_speed(report, max(rates), sizes, wakes, sleeps, switches)
+
+
+def _default_pairs(report: Report) -> Pairs:
+    quick, checkpoint, small = WORK / "qwen3-0.6b-quick.archive", WORK / "qwen3-0.6b", WORK / "pool-tiny"
+    expect(quick.is_dir() and checkpoint.is_dir(), "run `bench quick` first, or name archives and checkpoints")
+    if not small.exists():
+        with report.check("save tiny-qwen3"):
+            options = ("--device", "cuda", "--batch-sizes", "1,2", "--seq-lens", "64")
+            answer = graphpack("save", "tiny-qwen3", str(small), *options)
+            expect(answer["status"] == 0, str(answer))
+    return [(quick, checkpoint), (quick, checkpoint), (small, None)]
+
+
+def _switch(
+    cuda: Driver, made: library.ModelPool, names: list[str], expected: dict[str, bytes], report: Report
+) -> tuple[dict[str, list[float]], list[float], list[float]]:
+    """Seconds of each wake by model, of each sleep, and of switches that let another model sleep."""
+    wakes: dict[str, list[float]] = {name: [] for name in names}
+    sleeps, switches, free, host = [], [], [], []
+    wrong = 0
+    for name in made.awake:
+        made.sleep(name)
+    all_asleep = cuda.memory_info()[0]
+    for turn in range(SWITCHES):
+        name = names[turn % len(names)]
+        if turn % 10 != 9:
+            sleeps += [_timed(made.sleep, other) for other in made.awake]
+            free.append(cuda.memory_info()[0])
+            wakes[name].append(_timed(made.switch, name))
+        else:
+            switches.append(_timed(made.switch, name))
+        model = made.switch(name)
+        expect(name in made.awake, f"awake: {made.awake}")
+        wrong += any(model.state(spec.name).numpy().any() for spec in model.record.graphs[0].state[:1])
+        wrong += _steps(model) != expected[name]
+        host.append(_resident())
+    report.put("switches that were not bit-identical or found old state", wrong)
+    largest = max(abs(value - all_asleep) for value in free)
+    report.put("free memory with all asleep, largest difference", largest)
+    report.put("host memory after 20 and 100 switches", [host[20], host[-1]])
+    expect(wrong == 0, "a switch changed results")
+    expect(largest <= GRANULE, "sleep does not give all memory back")
+    expect(host[-1] - host[20] <= 8 << 20, "host memory grows")
+    return wakes, sleeps, switches
+
+
+def _from_disk(made: library.ModelPool, names: list[str], expected: dict[str, bytes], report: Report) -> None:
+    name = names[0]
+    seconds = []
+    for _ in range(3):
+        made.switch(name).sleep("disk")
+        seconds.append(_timed(made.switch, name))
+        expect(_steps(made.switch(name)) == expected[name], "other bits from the disk")
+    report.put("wake from the page cache, GB/s", [_weights(made.switch(name)) / each / 1e9 for each in seconds])
+
+
+def _updated(made: library.ModelPool, name: str, expected: bytes) -> None:
+    """One norm is changed and changed back."""
+    model = made.switch(name)
+    row = next(row for row in model.record.weights.tensors if row.name.endswith("norm.weight"))
+    old = np.array(model._memory.array(row.name))
+    root = model.stats.weights_root
+    model.update_weights({row.name: np.zeros_like(old)})
+    changed = _steps(model)
+    expect(changed != expected and model.stats.weights_root != root, "the update was not seen")
+    made.sleep(name)
+    expect(_steps(made.switch(name)) == changed, "the update did not outlive sleep")
+    model.update_weights({row.name: old})
+    expect(_steps(model) == expected and model.stats.weights_root == root, "the old weights are not back")
+
+
+def _report_speed(
+    report: Report,
+    pinned: float,
+    sizes: dict[str, int],
+    wakes: dict[str, list[float]],
+    sleeps: list[float],
+    switches: list[float],
+) -> None:
+    report.put("sleep ms, median and largest", [1e3 * statistics.median(sleeps), 1e3 * max(sleeps)])
+    report.put("switch ms, one to sleep and one awake", [1e3 * each for each in switches])
+    ratios = {}
+    for name, seconds in wakes.items():
+        rate = sizes[name] / statistics.median(seconds) / 1e9
+        figures: dict[str, Any] = {"wake ms, median": 1e3 * statistics.median(seconds), "best": 1e3 * min(seconds)}
+        report.put(f"{name}", {**figures, "GB/s": rate, "over pinned": rate / pinned})
+        if sizes[name] >= BIG:
+            ratios[name] = rate / pinned
+    report.put("wake over pinned bandwidth", ratios)
+    expect(all(ratio >= WAKE_RATIO for ratio in ratios.values()), f"below {WAKE_RATIO} of the pinned bandwidth")
+
+
+def _steps(model: RestoredModel) -> bytes:
+    """The logits of a few steps of several sizes, from zeroed state."""
+    model.reset()
+    found = b""
+    for position, rows in enumerate(sorted({1, 2, min(8, model.slots)} & set(range(1, model.slots + 1)))):
+        found += model.step([3 + row for row in range(rows)], [position] * rows).numpy().tobytes()
+    return found
+
+
+def _weights(model: RestoredModel) -> int:
+    return sum(region.bytes for region in model.record.layout.regions if region.kind == "weight")
+
+
+def _record(archive: Path) -> Any:
+    (entry,) = library.open_archive(archive).find(None)
+    return entry.record
+
+
+def _timed(call: Any, *arguments: Any) -> float:
+    start = time.perf_counter()
+    call(*arguments)
+    return time.perf_counter() - start
+
+
+def _counted(cuda: Driver, name: str) -> list[int]:
+    """Grows by one with each call of a driver's function."""
+    inner, calls = getattr(cuda, name), []
+
+    def call(*arguments: Any) -> Any:
+        calls.append(1)
+        return inner(*arguments)
+
+    setattr(cuda, name, call)
+    return calls
+
+
+def _pinned(cuda: Driver) -> float:
+    """GB/s of copies from page-locked memory, the best of six."""
+    size, device = 1 << 30, cuda.device(0)
+    buffer, base, handle = HostBuffer(cuda, size), cuda.reserve(size), cuda.create_memory(size, device)
+    cuda.map_memory(base, size, handle)
+    cuda.allow_access(base, size, device)
+    stream = cuda.create_stream()
+    rates = []
+    for _ in range(6):
+        start = time.perf_counter()
+        for _ in range(4):
+            cuda.copy_to_device_async(base, buffer.address, size, stream)
+        cuda.synchronize_stream(stream)
+        rates.append(4 * size / (time.perf_counter() - start) / 1e9)
+    cuda.destroy_stream(stream)
+    cuda.unmap_memory(base, size)
+    cuda.release_memory(handle)
+    cuda.free_addresses(base, size)
+    buffer.close()
+    return max(rates)
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+if __name__ == "__main__":
+    main(pool, "pool")
