@@ -129,6 +129,11 @@ def test_what_has_most_of_it_is_named() -> None:
     ]
 
 
+def test_what_is_far_too_deep_is_told_once() -> None:
+    problems = check_limits(record_with({"x": nested(codec.DEPTH_LIMIT + 5)}))
+    assert [problem.here for problem in problems] == ["nested more than 32 levels"]
+
+
 def test_nothing_of_such_an_entry_is_written(tmp_path: Path) -> None:
     archive = Archive.create(tmp_path / "archive")
     record = make_record(informational={"x": "a" * (codec.TEXT_LIMIT + 1)})
