@@ -318,8 +318,12 @@ def tolerance_cap(dtype: str, logit_range: float) -> float:
 
 
 def recorded_tolerance(deviation: float, cap: float) -> float:
-    """Eight times what was measured here, for other processors; at least a twentieth of the cap, at most all of it."""
-    return min(cap, max(8 * deviation, cap / 20))
+    """Eight times what was measured here, for other processors; at least half of the cap, at most all of it.
+
+    On a device a graph gives the very bits of eager, which says nothing about other devices or batch sizes, for which
+    libraries choose other kernels: beside the same row alone, tiny-qwen3 in float32 differed by a sixth of the cap.
+    """
+    return min(cap, max(8 * deviation, cap / 2))
 
 
 def _seed(text: str) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 
-HANDOVER_SECONDS = 0.0002
+HANDOVER_SECONDS = 0.001
 
 
 class _Shared:

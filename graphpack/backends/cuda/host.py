@@ -69,8 +69,8 @@ def advise(address: int, size: int, advice: int) -> None:
 
 
 class HostBuffer:
-    """Page-locked memory, of new pages or of those given. Arrays over it stay good after `close`, which only
-    unlocks it."""
+    """Page-locked memory, of new pages or of those given. Arrays over it stay good after `close`, which unlocks it and
+    lets go of it."""
 
     def __init__(self, driver: Driver, size: int, pages: HostPages | None = None) -> None:
         self._driver = driver
@@ -99,6 +99,7 @@ class HostBuffer:
         if self._locked:
             self._locked = False
             self._driver.unregister_host(self.address)
+            self._array = np.empty(0, np.uint8)
 
 
 def address_of(data: memoryview | bytes) -> int:

@@ -28,12 +28,12 @@ from graphpack.interpreter import quick_handover
 if TYPE_CHECKING:
     from graphpack.models.weights import WeightSource
 
-PIECE = 4 << 20
+PIECE = 6 << 20
 """What is read at a time. Smaller pieces cost more in Python, larger ones do not stay in the processors' caches until
 they have travelled."""
 _PLACE = PIECE + mmap.PAGESIZE
 _THREADS = 10
-_PIECES_A_THREAD = 16
+_PIECES_A_THREAD = 10
 """Less work is not worth a thread and its buffers."""
 
 
