@@ -40,20 +40,17 @@ def pool(report: Report) -> None:
     with report.check("pinned bandwidth"):
         rates = [_pinned(cuda)]
     budget = max(_record(archive).layout.bytes for archive, _ in pairs)
+    expected: dict[str, bytes] = {}
     with library.ModelPool(budget=budget) as made:
         for index, (archive, checkpoint) in enumerate(pairs):
             with report.check(f"load {archive.name} as model{index}"):
                 options = {"weights": checkpoint, "device": "cuda", "verify": index == 0}
                 model = made.load(archive, alias=f"model{index}", **options)
-                report.put(f"model{index}", {"weights": _weights(model), "graphs": len(model.buckets)})
+                expected[f"model{index}"] = _steps(model)
+                figures = {"weights": _weights(model), "graphs": len(model.buckets)}
+                first = _timed(made.sleep, f"model{index}")
+                report.put(f"model{index}", {**figures, "first sleep s, with the copy to the host": first})
         names = list(made.names)
-        with report.check("the first time"):
-            expected = {name: _steps(made.switch(name)) for name in names}
-            first = {}
-            for name in names:
-                made.switch(name)
-                first[name] = _timed(made.sleep, name)
-            report.put("sleep s, with the copy to the host", first)
         graphs = len(built)
         with report.check(f"{SWITCHES} switches"):
             wakes, sleeps, switches = _switch(cuda, made, names, expected, report)
