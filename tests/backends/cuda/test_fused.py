@@ -197,6 +197,16 @@ def test_the_graph_reads_all_parts_through_the_address_of_the_first(checkpoint: 
     found = executable.run({"x": np.zeros(64, np.uint8)})["y"].tobytes()
     assert found == bytes(value + 1 for value in whole)
     assert memory.array(OTHER).tobytes() == content(OTHER)
+
+    # A part is updated by itself, and all of them sleep and wake.
+    part = np.frombuffer(b"p" * 12, np.float32)
+    memory.write("attn.k_proj.weight", part)
+    memory.prepare_sleep("host")
+    memory.sleep()
+    memory.wake()
+    found = executable.run({"x": np.zeros(64, np.uint8)})["y"].tobytes()
+    assert found == bytes(value + 1 for value in whole[:40] + b"p" * 12 + whole[52:])
+    assert memory.array(OTHER).tobytes() == content(OTHER)
     executable.close()
     memory.close()
     assert digest(made.ONE) in columns().names.images
