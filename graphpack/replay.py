@@ -321,6 +321,7 @@ class RestoredModel:
             try:
                 for region, values in update.values.items():
                     self._memory.write(region, values)
+                self._memory.ready()
             except BaseException:
                 self._close()
                 raise

@@ -84,7 +84,7 @@ class Memory(Protocol):
         """Where this memory has scratch and outputs of its own, fill them with 0xFF."""
 
     def write(self, region: str, values: np.ndarray) -> None:
-        """Overwrite a weight region with as many elements of its own dtype. Nothing may run meanwhile."""
+        """Overwrite a weight region with as many elements of its own dtype. Nothing may run before `ready`."""
 
     def prepare_sleep(self, keep: str) -> None:
         """Have the weights where one of `KEEPS` says, before `sleep`; with `disk`, what was written to them is lost

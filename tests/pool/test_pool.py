@@ -359,6 +359,17 @@ def test_a_checkpoint_that_changed_meanwhile(pool: ModelPool, name: str, checkpo
     assert pool.names == (other,)
 
 
+def test_a_mapped_checkpoint_that_changed_while_its_pages_stayed(decoder: Path, checkpoint: Path) -> None:
+    """Where it is mapped, a page that was not written is the file's."""
+    with ModelPool() as pool:
+        pool.load(decoder, weights=checkpoint, keep="host")
+        pool.sleep("tiny-llama")
+        os.utime(checkpoint / "model.safetensors", ns=(0, 0))
+        with pytest.raises(WeightsMismatchError, match="the checkpoint has changed since the model was loaded"):
+            pool.switch("tiny-llama")
+        assert pool.awake == ()
+
+
 def test_a_checkpoint_that_cannot_be_read_at_wake(pool: ModelPool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = pool.switch("copied")
     expected = logits(model)

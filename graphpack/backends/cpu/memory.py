@@ -39,6 +39,7 @@ class CpuMemory:
         held = [region for region in regions if region.kind == "weight"]
         self._owned = [region for region in held if copy_weights or self._stored(region).dtype != region.dtype]
         owned = {region.name for region in self._owned}
+        self._mapped = len(owned) < len(held)
         self._states = tuple(region.name for region in states)
         self._state, self._copies = _Pages(states), _Pages(self._owned)
         self._arrays = {
@@ -95,17 +96,16 @@ class CpuMemory:
         self._weights.let_go()
 
     def check_wake(self, freed: int) -> None:  # noqa: ARG002 - the kernel finds memory when it is touched
-        if self._keep == "disk":
+        if self._mapped or self._keep == "disk":
             refuse_changed(self._weights)
 
     def wake(self) -> None:
-        if self._keep != "disk":
-            return
         try:
-            self._fill()
-            refuse_changed(self._weights)
+            if self._keep == "disk":
+                self._fill()
+            self.check_wake(0)
         except BaseException:
-            self._let_go()
+            self.sleep()
             raise
 
     def array(self, region: str) -> np.ndarray:

@@ -145,7 +145,6 @@ class CudaMemory:
         self._driver.set_context(self._context)
         if values.nbytes:
             self._driver.copy_to_device(self.addresses[region], int(values.ctypes.data), values.nbytes)
-            self._driver.synchronize()
         if self._copy is not None:
             self._copy.fresh = False
 

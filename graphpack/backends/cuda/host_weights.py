@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from graphpack.backends.cuda.driver import Driver
 from graphpack.backends.cuda.host import HostBuffer, HostPages
+from graphpack.backends.cuda.libcuda import CudaError
+from graphpack.backends.cuda.structs import OUT_OF_MEMORY
 from graphpack.errors import Problem, StorageError
 from graphpack.graph import Region
 
@@ -55,11 +57,11 @@ class HostWeights:
         self.fresh = False
         self._driver = driver
         self._runs = runs(regions, addresses)
-        size = max((run.place + run.size for run in self._runs), default=0)
+        size = max((run.place + run.size for run in self._runs), default=1)
         with ExitStack() as undo:
             self._stream = driver.create_stream()
             undo.callback(driver.destroy_stream, self._stream)
-            self._buffer = HostBuffer(driver, size, _pages(size))
+            self._buffer = _buffer(driver, size)
             undo.callback(self._buffer.close)
             # What is under way must not find the buffer unlocked.
             undo.callback(driver.synchronize_stream, self._stream)
@@ -82,10 +84,12 @@ class HostWeights:
         self._undo.close()
 
 
-def _pages(size: int) -> HostPages:
+def _buffer(driver: Driver, size: int) -> HostBuffer:
     try:
-        return HostPages(size)
-    except OSError as error:
+        return HostBuffer(driver, size, HostPages(size))
+    except (OSError, CudaError) as error:
+        if isinstance(error, CudaError) and error.status != OUT_OF_MEMORY:
+            raise
         hint = "free memory of the host, or let the weights be read again from the checkpoint"
-        problem = Problem("host memory", f"needs {size >> 20} MiB", str(error), hint)
+        problem = Problem("host memory", f"needs {size >> 20} MiB", error.args[-1], hint)
         raise StorageError("the host has too little memory for the weights of a sleeping model", [problem]) from error

@@ -13,7 +13,7 @@ from graphpack import ModelPool, StorageError, UsageError, WeightsMismatchError,
 from graphpack.backends import Room
 from graphpack.backends.cuda import host_weights
 from graphpack.backends.cuda.device_memory import CudaMemory
-from graphpack.backends.cuda.host_weights import GAP, Run, runs
+from graphpack.backends.cuda.host_weights import GAP, HostWeights, Run, runs
 from graphpack.backends.cuda.libcuda import CudaError
 from graphpack.backends.cuda.restore import CudaBackend
 from graphpack.errors import GraphpackError
@@ -301,22 +301,27 @@ def test_memory_that_is_gone_meanwhile(pool: ModelPool, driver: FakeDriver, monk
     assert logits(pool.switch("a")) == expected
 
 
+@pytest.mark.parametrize("by", ["kernel", "driver"])
 def test_a_host_without_room_for_weights(
-    archive: Path, checkpoint: Path, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+    by: str, archive: Path, checkpoint: Path, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(_: int) -> None:
-        raise OSError(12, "Cannot allocate memory")
+    def fails(*_: object, **__: object) -> None:
+        if by == "kernel":
+            raise OSError(12, "Cannot allocate memory")
+        raise CudaError("cuMemHostRegister_v2", 2, "CUDA_ERROR_OUT_OF_MEMORY")
 
+    why = "Cannot allocate memory" if by == "kernel" else "cuMemHostRegister_v2 failed: CUDA_ERROR_OUT_OF_MEMORY (2)"
     with two(archive, checkpoint, keep="host") as pool:
         expected = logits(pool.switch("b"))
         before = driver.held()
         with monkeypatch.context() as patch:
-            patch.setattr(host_weights, "HostPages", fails)
+            owner, name = (host_weights, "HostPages") if by == "kernel" else (driver, "register_host")
+            patch.setattr(owner, name, fails)
             with pytest.raises(StorageError) as refused:
                 pool.switch("a")
         assert str(refused.value) == (
             "the host has too little memory for the weights of a sleeping model\n"
-            "  host memory: archived needs 0 MiB, here [Errno 12] Cannot allocate memory\n"
+            f"  host memory: archived needs 0 MiB, here {why}\n"
             "    -> free memory of the host, or let the weights be read again from the checkpoint"
         )
         assert driver.held() == before
@@ -381,6 +386,16 @@ def test_a_fault_while_weights_are_written_closes_the_model(
             model.update_weights({"model.norm.weight": np.ones(64, np.float32)})
         assert not model.awake
         assert driver.held() == {}
+
+
+def test_an_entry_without_weights_sleeps_too(driver: FakeDriver) -> None:
+    driver.set_context(1)
+    made = HostWeights(driver, [weight("state", 64, "state")], {"state": 4096})
+    assert min(driver.locked.values()) > 0, "no driver locks nothing"
+    made.fetch()
+    made.send()
+    made.close()
+    assert driver.held() == {}
 
 
 # --- runs
