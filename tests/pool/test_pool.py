@@ -89,7 +89,7 @@ def test_a_hundred_switches(pool: ModelPool) -> None:
         sleeper = pool._members[other].model
         assert resident(*places(sleeper, "state")) == 0
         sizes.append(whole_process())
-    assert sizes[-1] - sizes[20] <= 1 << 20
+    assert sizes[-1] - sizes[20] <= 4 << 20, "a copy of anything a switch would be more"
     assert first.result.captures == 0
 
 
