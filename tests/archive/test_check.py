@@ -432,3 +432,9 @@ def test_a_deviation_may_be_as_large_as_the_tolerance() -> None:
     record = make_record()
     assert check_record(with_graph(record, 0, tolerance=1e-4, deviation=1e-4)) == []
     assert where(check_record(with_graph(record, 0, tolerance=1e-4, deviation=1.1e-4))) == ["graphs[0].deviation"]
+
+
+def test_no_graphs_are_no_entry_even_where_none_were_asked_for() -> None:
+    record = make_record(graphs=(), constants=None, blobs=())
+    asked = replace(record, settings=replace(record.settings, batch_sizes=()))
+    assert check_record(asked) == [Problem("graphs", "empty", "at least one")]

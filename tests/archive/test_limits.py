@@ -172,6 +172,7 @@ def test_an_archive_that_is_full_stays_as_it_is(tmp_path: Path, monkeypatch: pyt
     (problem,) = refused.value.problems
     assert problem.where == "index.json"
     assert problem.here.startswith("2 manifests in ")
+    assert problem.hint == "save to another archive, or remove entries with graphpack rm"
     assert (path / "index.json").read_bytes() == before
     archive.discard()
     assert Archive.open(path).entry_names() == ("tiny",)

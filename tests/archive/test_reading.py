@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -16,7 +17,7 @@ from graphpack.archive.collect import collect
 from graphpack.archive.lock import locked
 from graphpack.archive.store import Archive
 from graphpack.errors import CorruptArchiveError, GraphpackError, NotFoundError
-from tests.archive.build import blob_path, make_archive, make_record, read_manifest
+from tests.archive.build import blob_path, make_archive, make_record, read_index, read_manifest
 from tests.archive.signed import attach, bundle, canonical, digest_of, policy, statement, trust
 
 
@@ -173,3 +174,12 @@ def test_an_index_of_another_kind(change: dict[str, Any]) -> None:
 def test_a_path_of_characters_that_no_path_has() -> None:
     with pytest.raises(NotFoundError, match="no path has such characters"):
         Archive.open("\ud800")
+
+
+def test_all_that_a_signature_names_is_there(archive: Path) -> None:
+    writer = Archive.open(archive)
+    writer.add_signature(writer.entries()[0], bundle(canonical(statement(digest_of(archive)))))
+    (_, signature) = (entry["digest"] for entry in read_index(archive)["manifests"])
+    manifest = json.loads(blob_path(archive, signature).read_bytes())
+    for named in (manifest["config"], *manifest["layers"], manifest["subject"]):
+        assert blob_path(archive, named["digest"]).stat().st_size == named["size"]

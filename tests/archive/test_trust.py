@@ -7,11 +7,13 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import datetime, tzinfo
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
+from graphpack.archive import trust as trust_module
 from graphpack.archive.store import Archive
 from graphpack.archive.trust import Policy, trust_entry
 from graphpack.errors import CorruptArchiveError, GraphpackError, UntrustedError
@@ -416,3 +418,20 @@ def test_a_broken_signature_is_no_reason_to_lose_the_archive(archive: Path, call
     call(archive)
     with pytest.raises(CorruptArchiveError):
         trust(archive, policy())
+
+
+@pytest.mark.parametrize(("second", "trusted"), [(0, True), (1, False), (2, False)])
+def test_a_signature_counts_until_the_second_it_expires(
+    archive: Path, second: int, trusted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Self:
+            return cls(2026, 1, 2, 0, 0, second, tzinfo=tz)
+
+    monkeypatch.setattr(trust_module, "datetime", Clock)
+    signed_with(archive, expires="2026-01-02T00:00:01Z")
+    if trusted:
+        assert trust(archive, policy()).statement is not None
+    else:
+        assert "expires: archived 2026-01-02T00:00:01Z, here 2026-01-02T00:00:0" in refusal(archive)
