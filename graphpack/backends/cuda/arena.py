@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 
 from graphpack.archive.record import Layout
@@ -11,6 +12,8 @@ from graphpack.backends.cuda.placement import Placement, check_held, spans
 from graphpack.backends.cuda.structs import OUT_OF_MEMORY
 from graphpack.errors import LayoutMismatchError, Problem, StorageError
 
+CHUNK = 256 << 20
+"""What is mapped at a time, so that something can be copied there while the next is mapped."""
 _MIB = 1 << 20
 
 
@@ -30,7 +33,7 @@ class Arena:
         self.check_room()
         try:
             base = self._reserve(layout, placement) if parts else layout.base
-            self._parts = [(base + offset, size) for offset, size in parts]
+            self._parts = [(base + offset, size) for offset, size in chunks(parts)]
             self.map()
         except BaseException:
             self.close()
@@ -56,24 +59,35 @@ class Arena:
             )
         return base
 
-    def map(self) -> None:
+    def map(self, mapped: Callable[[int, int], None] | None = None) -> None:
         """Have memory at the addresses; what it holds is not said. All of it or, when it raises, none.
 
-        Raises StorageError if the device has too little.
+        `mapped` is told the start and end of each part as soon as it can be used. Raises StorageError if the device has
+        too little, and what `mapped` raises.
         """
         with ExitStack() as undo:
-            for address, size in self._parts:
-                try:
-                    handle = self._driver.create_memory(size, self._device)
-                except CudaError as error:
-                    if error.status != OUT_OF_MEMORY:
-                        raise
-                    raise _too_little(size, error.name) from error
-                undo.callback(self._driver.release_memory, handle)
-                self._driver.map_memory(address, size, handle)
-                undo.callback(self._driver.unmap_memory, address, size)
-                self._driver.allow_access(address, size, self._device)
+            try:
+                for address, size in self._parts:
+                    self._map(undo, address, size)
+                    if mapped is not None:
+                        mapped(address, address + size)
+            except BaseException:
+                # What `mapped` has begun must not find its memory gone.
+                self._driver.synchronize()
+                raise
             self._memory = undo.pop_all()
+
+    def _map(self, undo: ExitStack, address: int, size: int) -> None:
+        try:
+            handle = self._driver.create_memory(size, self._device)
+        except CudaError as error:
+            if error.status != OUT_OF_MEMORY:
+                raise
+            raise _too_little(self._needed, error.name) from error
+        undo.callback(self._driver.release_memory, handle)
+        self._driver.map_memory(address, size, handle)
+        undo.callback(self._driver.unmap_memory, address, size)
+        self._driver.allow_access(address, size, self._device)
 
     def unmap(self) -> None:
         """Give the memory back and keep the addresses. Nothing may use it until `map`."""
@@ -83,6 +97,13 @@ class Arena:
         """Give the memory and the addresses back. Nothing may use them any more; closing twice is fine."""
         with self._addresses:
             self._memory.close()
+
+
+def chunks(parts: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """(offset, size) of parts, none larger than `CHUNK`."""
+    for offset, size in parts:
+        for start in range(0, size, CHUNK):
+            yield offset + start, min(CHUNK, size - start)
 
 
 def _too_little(needed: int, here: str) -> StorageError:

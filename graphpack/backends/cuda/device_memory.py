@@ -180,11 +180,9 @@ class CudaMemory:
         """Weights travel while the device zeroes everything else."""
         self._driver.set_context(self._context)
         with ExitStack() as undo:
-            self._arena.map()
+            self._arena.map(self._copy.send if self._copy is not None else None)
             undo.callback(self._arena.unmap)
             undo.callback(self._driver.synchronize)
-            if self._copy is not None:
-                self._copy.send()
             for kind in ("state", "scratch", "input", "output"):
                 self._fill(kind, 0)
             if self._copy is None:

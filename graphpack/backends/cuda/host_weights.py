@@ -74,10 +74,13 @@ class HostWeights:
         self._driver.synchronize_stream(self._stream)
         self.fresh = True
 
-    def send(self) -> None:
-        """Begin to copy the buffer to the device."""
+    def send(self, start: int, end: int) -> None:
+        """Begin to copy to the device what lies there from address `start` to `end`."""
         for run in self._runs:
-            self._driver.copy_to_device_async(run.address, self._buffer.address + run.place, run.size, self._stream)
+            first, last = max(start, run.address), min(end, run.address + run.size)
+            if first < last:
+                source = self._buffer.address + run.place + first - run.address
+                self._driver.copy_to_device_async(first, source, last - first, self._stream)
 
     def close(self) -> None:
         """Closing twice is fine."""

@@ -14,7 +14,7 @@ import json
 import threading
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -267,11 +267,24 @@ class FakeDriver(Driver):
             self._fail("device", 700)
         return memoryview(data)[address - at : address - at + size]
 
+    def _spans(self, address: int, size: int) -> Iterator[memoryview]:
+        """Device memory that may go on in the memory mapped behind."""
+        while True:
+            ends = (at + len(self.memory[handle]) for at, handle in self.mapped.items() if at in self.open)
+            end = min((end for end in ends if address < end < address + size), default=address + size)
+            yield self.span(address, end - address)
+            if end == address + size:
+                return
+            address, size = end, address + size - end
+
     def write(self, address: int, data: bytes) -> None:
-        self.span(address, len(data))[:] = data
+        done = 0
+        for part in self._spans(address, len(data)):
+            part[:] = data[done : done + len(part)]
+            done += len(part)
 
     def read(self, address: int, size: int) -> bytes:
-        return bytes(self.span(address, size))
+        return b"".join(self._spans(address, size))
 
     def copy_to_device(self, target: int, source: int, size: int) -> None:
         self._enter("copy_to_device")

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from graphpack.backends.cuda.arena import Arena
+from graphpack.backends.cuda.arena import CHUNK, Arena, chunks
 from graphpack.backends.cuda.placement import place, spans
 from graphpack.errors import LayoutMismatchError, StorageError
 from tests.backends.cuda.fake_driver import MIB, FakeDriver
@@ -69,6 +69,37 @@ def test_memory_that_is_gone_meanwhile_is_the_same_refusal(driver: FakeDriver, m
     driver.free = 3 * MIB
     with pytest.raises(StorageError, match="too little free memory"):
         Arena(driver, 0, layout(), place(layout(), {}))
+    assert driver.held() == {}
+
+
+def test_parts_are_cut_into_chunks() -> None:
+    parts = [(0, 10), (CHUNK, 2 * CHUNK + 5), (7 * CHUNK, CHUNK)]
+    assert list(chunks(parts)) == [
+        (0, 10),
+        (CHUNK, CHUNK),
+        (2 * CHUNK, CHUNK),
+        (3 * CHUNK, 5),
+        (7 * CHUNK, CHUNK),
+    ]
+
+
+def test_what_was_begun_ends_before_its_memory_goes(driver: FakeDriver) -> None:
+    arena = Arena(driver, 0, layout(), place(layout(), {}))
+    arena.unmap()
+    waited: list[int] = []
+
+    def fails(start: int, end: int) -> None:
+        assert end > start
+        driver.write(start, bytes(end - start))
+        waited.append(driver.calls["synchronize"])
+        if len(waited) == 2:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        arena.map(fails)
+    assert driver.calls["synchronize"] == waited[-1] + 1
+    assert not driver.mapped
+    arena.close()
     assert driver.held() == {}
 
 

@@ -114,7 +114,7 @@ def test_memory_that_somebody_takes_in_between(
             load(kept, checkpoint)
     assert refused.value.code == 12
     (problem,) = refused.value.problems
-    assert (problem.archived, problem.here) == (f"needs {made[-1] // MIB} MiB", "CUDA_ERROR_OUT_OF_MEMORY")
+    assert (problem.archived, problem.here) == (f"needs {sum(made) // MIB} MiB", "CUDA_ERROR_OUT_OF_MEMORY")
     assert driver.held() == {}
     check_that_it_loads(kept, checkpoint, driver)
 

@@ -11,7 +11,7 @@ import pytest
 
 from graphpack import ModelPool, StorageError, UsageError, WeightsMismatchError, restore
 from graphpack.backends import Room
-from graphpack.backends.cuda import host_weights
+from graphpack.backends.cuda import arena, host_weights
 from graphpack.backends.cuda.device_memory import CudaMemory
 from graphpack.backends.cuda.host_weights import GAP, HostWeights, Run, runs
 from graphpack.backends.cuda.libcuda import CudaError
@@ -388,12 +388,34 @@ def test_a_fault_while_weights_are_written_closes_the_model(
         assert driver.held() == {}
 
 
+def test_weights_travel_while_later_parts_are_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "CHUNK", 2 * MIB)
+    replays = replayable(ARCHIVES[0], tmp_path / "archive")
+    made = AnsweringDriver(record_of(replays))
+    monkeypatch.setattr(restore, "backend", lambda _: CudaBackend(lambda: made))
+    make_checkpoint("tiny-qwen3", tmp_path / "checkpoint")
+    copied: list[int] = []
+    create = made.create_memory
+
+    def watched(size: int, device: int) -> int:
+        copied.append(made.calls["copy_to_device_async"])
+        return create(size, device)
+
+    with two(replays, tmp_path / "checkpoint", keep="host") as pool:
+        expected = pool.switch("b").step([3, 4], [0, 0]).numpy()
+        monkeypatch.setattr(made, "create_memory", watched)
+        np.testing.assert_array_equal(pool.switch("a").step([3, 4], [0, 0]).numpy(), expected)
+        assert len(copied) == parts_of(pool.switch("a")) > 1
+        assert copied[1] > copied[0], "the weights lie in the first part"
+    assert made.held() == {}
+
+
 def test_an_entry_without_weights_sleeps_too(driver: FakeDriver) -> None:
     driver.set_context(1)
     made = HostWeights(driver, [weight("state", 64, "state")], {"state": 4096})
     assert min(driver.locked.values()) > 0, "no driver locks nothing"
     made.fetch()
-    made.send()
+    made.send(0, 1 << 40)
     made.close()
     assert driver.held() == {}
 
