@@ -12,7 +12,7 @@
 # compile          the smoke stage for torch.compile's kernels, with empty caches
 # archives         the two small archives for tests/archives, as one tar file
 # throughput       decoded tokens a second beside eager and torch.compile (after bench compile)
-# gap              which operation of an eager step slows every later replay down (after bench quick)
+# gap              which acts of a process slow its later replays down (after bench quick)
 # upload MODEL     how fast weights reach the device, in each way
 # bench MODEL      save, restore and measure a big model: 0.6b, 1b, 8b, compile for 0.6b compiled, quick for four buckets
 #

@@ -1,4 +1,4 @@
-"""How fast weights reach the device, and what holds them up: each way in a fresh process, to new memory and to touched.
+"""How fast weights reach the device, by pieces and threads: each in a fresh process, to new memory and to touched.
 
 Needs a checkpoint that `bench` made; takes the largest file of it.   python scripts/gpu/upload.py MODEL
 """
@@ -16,7 +16,9 @@ CODE = """
 import ctypes, json, mmap, os, sys, threading, time
 from graphpack.backends.cuda import upload
 from graphpack.backends.cuda.driver import driver
-from graphpack.backends.cuda.upload import Plan, Copy, Upload, upload_pages
+from graphpack.backends.cuda.upload import Plan, Copy, Upload, upload_buffers
+from graphpack.backends.cuda.host import HostBuffer, HostPages
+from concurrent.futures import Future
 path, touched = sys.argv[1], sys.argv[2] == "touched"
 for setting in sys.argv[3:]:
     name, value = setting.split("=")
@@ -35,9 +37,10 @@ tensor = StoredTensor("w", "uint8", (size,), 0, 0, size)
 source = WeightSource({"w": tensor}, {}, [WeightFile(Path(path))], [Path(path)])
 rates = []
 for _ in range(3):
-    pages = upload_pages(size); pages.wait()
+    room = upload_buffers(size)
+    buffer = Future(); buffer.set_result(HostBuffer(cuda, room, HostPages(room)))
     start = time.perf_counter()
-    made = Upload(cuda, context, Plan((Copy(0, 0, size, base),), ()), source, pages)
+    made = Upload(cuda, context, Plan((Copy(0, 0, size, base),), ()), source, buffer)
     made.wait()
     rates.append(round(size / (time.perf_counter() - start) / 1e9, 1))
     made.close()
@@ -46,10 +49,8 @@ print(json.dumps(rates))
 
 WAYS = {
     "as it is": (),
-    "pieces of 2 MiB": (f"PIECE={2 << 20}", f"_PLACE={(2 << 20) + 4096}"),
-    "pieces of 8 MiB": (f"PIECE={8 << 20}", f"_PLACE={(8 << 20) + 4096}"),
-    "8 threads": ("_THREADS=8",),
-    "16 threads": ("_THREADS=16",),
+    **{f"pieces of {size} MiB": (f"PIECE={size << 20}", f"_PLACE={(size << 20) + 4096}") for size in (2, 4, 8)},
+    **{f"{threads} threads": (f"_THREADS={threads}",) for threads in (6, 8, 12, 16)},
 }
 
 
