@@ -1,6 +1,6 @@
 """What makes every later replay in a process slower: kernels that it launches by itself on another stream.
 
-A restored graph is timed again after each of forty acts of one kind, in a fresh process for each kind; needs what `bench
+A restored graph is timed again after each of forty acts of one kind, in a fresh process a kind; needs what `bench
 quick` left. The figures, and what follows from them, are in docs/benchmarks.
 """
 
