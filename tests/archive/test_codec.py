@@ -499,3 +499,20 @@ def test_as_much_content_as_a_blob_may_have(monkeypatch: pytest.MonkeyPatch) -> 
     for content in (b"", b"123456789"):
         with pytest.raises(ValueError, match="not 1 to 8"):
             codec.compress(content)
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_a_header_that_tells_another_length(more: int) -> None:
+    data = frame({"format": {"major": 1, "minor": 0}})
+    assert codec.unframe_record(data, "record") == {"format": {"major": 1, "minor": 0}}
+    magic, major, minor, length = codec.HEADER.unpack_from(data)
+    other = codec.HEADER.pack(magic, major, minor, length + more) + data[codec.HEADER.size :]
+    with pytest.raises(CorruptArchiveError, match=f"{len(data)} bytes long where its header says {len(data) + more}"):
+        codec.unframe_record(other, "record")
+
+
+def test_what_compresses_less_than_the_limit_is_compressed() -> None:
+    content = random.Random(7).randbytes(1000) * 100
+    data = codec.compress(content)
+    assert len(data) < 2000
+    assert codec.decompress(data, len(content), "blob") == content

@@ -100,7 +100,7 @@ def test_what_a_reader_refuses_is_refused_by_the_writer(name: str) -> None:
     make, where, here = LARGE[name]
     largest = record_with(make(0))
     assert check_limits(largest) == []
-    decode_record(frame(largest), "record")
+    decode_record(codec.frame_record(largest), "record")
     larger = record_with(make(1))
     hint = FEWER if "of the record's" in here else ""
     assert check_limits(larger) == [Problem(where, here=here, hint=hint)]
