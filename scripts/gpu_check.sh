@@ -14,6 +14,7 @@
 # throughput       decoded tokens a second beside eager and torch.compile (after bench compile)
 # gap              which acts of a process slow its later replays down (after bench quick)
 # upload MODEL     how fast weights reach the device, in each way
+# real             SmolLM2 with its real weights against transformers; see scripts/gpu/real.py for how they travel
 # bench MODEL      save, restore and measure a big model: 0.6b, 1b, 8b, compile for 0.6b compiled, quick for four buckets
 #
 # A stage that fails is reported with its traceback, and the next one runs. What was measured is written as JSON to
@@ -29,10 +30,9 @@ export PYTHONPATH="$PWD:$PWD/build/gpu-site${PYTHONPATH:+:$PYTHONPATH}" PYTHONFA
 unset PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX="$PWD/build/gpu/pycache"
 
-install_missing() {
+install_missing() { # MODULE:PACKAGE...
     local pair missing=()
-    for pair in zstandard:zstandard msgpack:msgpack yaml:pyyaml click:click rich:rich markdown_it:markdown_it_py \
-        mdurl:mdurl pygments:pygments numpy:numpy; do
+    for pair in "$@"; do
         "$PYTHON" -c "import ${pair%%:*}" 2>/dev/null || missing+=("${pair##*:}")
     done
     [ "${#missing[@]}" -eq 0 ] && return
@@ -56,7 +56,8 @@ stage() { # NAME LIMIT COMMAND...
 }
 
 failed=0
-install_missing
+install_missing zstandard:zstandard msgpack:msgpack yaml:pyyaml click:click rich:rich markdown_it:markdown_it_py \
+    mdurl:mdurl pygments:pygments numpy:numpy
 while [ "$#" -gt 0 ]; do
     case "$1" in
         facts) stage facts 60 "$PYTHON" scripts/gpu/facts.py ;;
@@ -67,6 +68,10 @@ while [ "$#" -gt 0 ]; do
         pool) stage pool 120 "$PYTHON" scripts/gpu/pool.py ;;
         compile) stage compile 240 "$PYTHON" scripts/gpu/smoke.py --compile ;;
         archives) stage archives 240 "$PYTHON" scripts/gpu/archives.py ;;
+        real)
+            install_missing gguf:gguf accelerate:accelerate psutil:psutil tokenizers:tokenizers tqdm:tqdm
+            stage real 300 "$PYTHON" scripts/gpu/real.py
+            ;;
         throughput) stage throughput 150 "$PYTHON" scripts/gpu/throughput.py ;;
         gap) stage gap 240 "$PYTHON" scripts/gpu/gap.py ;;
         upload)
