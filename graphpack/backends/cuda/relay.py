@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from graphpack.backends.cuda.driver import Driver
-from graphpack.backends.cuda.host import HostBuffer
+from graphpack.backends.cuda.host import HostBuffer, HostPages
 from graphpack.backends.cuda.ring import SLOTS, TransferRing
 from graphpack.graph import Region
 from graphpack.identity.weights import BUFFER_BYTES, hashing_threads
@@ -47,7 +47,7 @@ class Relay:
                 stored = source.tensors[source.aliases.get(region.name, region.name)]
                 if stored.dtype == region.dtype:
                     self._targets.setdefault(stored.name, []).append(addresses[region.name])
-        self._buffer = buffer.result() if buffer else HostBuffer(driver, relay_buffers())
+        self._buffer = buffer.result() if buffer else HostBuffer(driver, relay_buffers(), HostPages(relay_buffers()))
 
     def carrier(self, number: int) -> _Carrier:
         ring = TransferRing(self._driver, self._context, self._buffer, number * SLOTS * _PLACE, _PLACE)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from graphpack.backends.cuda.driver import Driver
-from graphpack.backends.cuda.host import HostBuffer
+from graphpack.backends.cuda.host import HostBuffer, HostPages
 from graphpack.backends.cuda.ring import SLOTS, TransferRing
 from graphpack.convert import convert
 from graphpack.graph import Region
@@ -148,7 +148,7 @@ class Upload:
     def _copy(self) -> None:
         work = deque(pieces(self._plan.copies, PIECE))
         size = upload_buffers(sum(copy.size for copy in self._plan.copies))
-        buffer = self._buffer.result() if self._buffer else HostBuffer(self._driver, size)
+        buffer = self._buffer.result() if self._buffer else HostBuffer(self._driver, size, HostPages(size))
         threads = min(size, len(buffer)) // (SLOTS * _PLACE)
         with closing(buffer), quick_handover(), ThreadPoolExecutor(threads, "graphpack-upload") as pool:
             jobs = [pool.submit(self._carry, work, buffer, number * SLOTS * _PLACE) for number in range(threads)]
