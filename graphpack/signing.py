@@ -70,9 +70,9 @@ def _last_serial(signatures: Sequence[Signed], key: PublicKey) -> int:
 
 
 def _next_serial(entry: Entry, last: int, asked: int | None, default: int) -> int:
-    if asked is None:
-        return max(default, last + 1)
-    if asked <= last:
-        problem = Problem(f"entry '{entry.name}'", str(last), str(asked), f"give --serial {last + 1} or more")
-        raise UsageError("a serial only grows", [problem])
-    return asked
+    serial = max(default, last + 1) if asked is None else asked
+    if not last < serial <= COUNT_LIMIT:
+        more = f"give --serial {last + 1} or more"
+        advice = more if last < COUNT_LIMIT else "no larger one is left: sign with another key, or save again"
+        raise UsageError("a serial only grows", [Problem(f"entry '{entry.name}'", str(last), str(serial), advice)])
+    return serial

@@ -41,6 +41,10 @@ class Place:
     minimum_serial: dict[str, int] = field(default_factory=dict)
     least_serial: int = 0
 
+    def least(self, name: str) -> int:
+        """The smallest serial that the entry `name` may have."""
+        return self.minimum_serial.get(name, self.least_serial)
+
 
 def find_policy(trusted_keys: Sequence[Path] = (), require_signature: bool = False) -> Policy:
     """What the command line gives, joined with what the other places say.
@@ -55,15 +59,12 @@ def find_policy(trusted_keys: Sequence[Path] = (), require_signature: bool = Fal
 def join(places: Sequence[Place]) -> Policy:
     """One policy of places, the most particular first. Reads the keys."""
     with_keys = next((place for place in places if place.keys), Place())
-    minimum: dict[str, int] = {}
-    for place in places:
-        for name, serial in place.minimum_serial.items():
-            minimum[name] = max(serial, minimum.get(name, 0))
+    named = {name for place in places for name in place.minimum_serial}
     return Policy(
         keys=tuple(read_public_key(path) for path in with_keys.keys),
         signature_required=any(place.required for place in places)
         or (bool(with_keys.keys) and with_keys.required is not False),
-        minimum_serial=minimum,
+        minimum_serial={name: max(place.least(name) for place in places) for name in named},
         least_serial=max((place.least_serial for place in places), default=0),
     )
 

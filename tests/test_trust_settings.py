@@ -106,6 +106,12 @@ def test_the_larger_of_two_smallest_serials_holds(user: Path, system: Path) -> N
     write(user, minimum_serial={"a": 3, "b": 9})
     write(system, minimum_serial={"a": 4, "b": 8, "c": 1})
     assert find_policy() == Policy(minimum_serial={"a": 4, "b": 9, "c": 1})
+    write(user, minimum_serial={"a": 3, "b": 9})
+    write(system, minimum_serial=5)
+    assert find_policy() == Policy(minimum_serial={"a": 5, "b": 9}, least_serial=5), "nobody lowers what another asks"
+    write(user, minimum_serial=4)
+    write(system, minimum_serial={"a": 3, "b": 9})
+    assert find_policy() == Policy(minimum_serial={"a": 4, "b": 9}, least_serial=4)
 
 
 def test_keys_are_relative_to_the_file_that_names_them(
@@ -160,6 +166,9 @@ def test_the_configuration_of_models_has_no_say(key: str, tmp_path: Path) -> Non
         ("trusted_keys: key.pub", "trusted_keys"),
         ("trusted_keys: [1]", "trusted_keys[0]"),
         ("trusted_keys: ['']", "trusted_keys[0]"),
+        ('trusted_keys: ["\\ud800"]', "trusted_keys[0]"),
+        ("trusted_keys: !!set {a}", "line 1, column 15"),
+        ("minimum_serial: 1" + ":59" * 3000, "minimum_serial"),
         ("require_signature: 'yes'", "require_signature"),
         ("require_signature: 1", "require_signature"),
         ("minimum_serial: -1", "minimum_serial"),

@@ -78,8 +78,10 @@ class PrivateKey:
 def make_key(path: Path) -> PublicKey:
     """Write a new key to `path`, for its owner alone, and its public half beside it.
 
-    Raises UsageError if either is there, StorageError; then nothing is left of either.
+    Raises UsageError if either is there or `path` names no file, StorageError; then nothing is left of either.
     """
+    if not path.name:
+        raise UsageError("a key is a file", [Problem(str(path), here="a directory", hint="give a file in it")])
     with _library(UsageError("nothing can be signed here", [_MISSING])):
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

@@ -70,6 +70,13 @@ def test_nothing_is_written_over(tmp_path: Path, there: str, monkeypatch: pytest
     make_key(tmp_path / "k")
 
 
+@pytest.mark.parametrize("folder", [".", "/", ""])
+def test_a_directory_is_no_name_of_a_key(folder: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        make_key(Path(folder))
+    assert str(caught.value) == f"a key is a file\n  {Path(folder)}: here a directory\n    -> give a file in it"
+
+
 def test_a_key_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StorageError):
         make_key(tmp_path / "nowhere" / "k")

@@ -86,6 +86,12 @@ def test_a_serial_only_grows(run: Run, key: Path, archive: Path) -> None:
     assert serial("--serial", "8") == 8
     assert serial("--serial", str(2**52)) == 2**52
     assert serial() == 2**52 + 1
+    assert serial("--serial", str(2**53 - 1)) == 2**53 - 1
+    for after in ((), ("--serial", str(2**53 - 1))):
+        last = run("sign", "archive", "--name", "tiny", "--key", key, *after)
+        assert last.code == 2
+        assert "no larger one is left: sign with another key, or save again" in last.err
+    assert run("verify", "archive", "--level", "structure").code == 0, "nothing was written that no reader takes"
     run("keygen", "other.key")
     assert run("sign", "archive", "--key", "other.key", "--serial", 1).code == 0
 
