@@ -198,8 +198,15 @@ def _wrong_type(wanted: str, value: Plain, where: str, problems: SchemaProblems)
     problems.add(problems.malformed, where, shown(value), f"must be {wanted}")
 
 
+def _repr(value: Plain) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # Python writes no integer of more than some thousand digits
+        return "a number with too many digits"
+
+
 def shown(value: Plain, limit: int = 80) -> str:
     """A short printable form of an untrusted value: one line, no control characters."""
-    text = value if type(value) is str else repr(value)
+    text = value if type(value) is str else _repr(value)
     text = "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text[: limit + 1])
     return text if len(text) <= limit else text[: limit - 3] + "..."

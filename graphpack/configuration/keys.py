@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,8 +58,9 @@ def _path(value: Any) -> Path | None:
     if not isinstance(value, str) or value == "" or "\0" in value:
         return None
     try:
+        os.fsencode(value)
         return Path(value).expanduser()
-    except RuntimeError:  # the home of a user that there is not
+    except (UnicodeEncodeError, RuntimeError):  # characters that no path has; the home of a user that there is not
         return None
 
 

@@ -53,7 +53,8 @@ def parse(content: bytes, file: Path) -> Any:
 
 
 def _unusable(events: Iterator[yaml.Event]) -> Iterator[Problem]:
-    """What makes a small file cost much: deep nesting, and aliases that stand for documents of any size."""
+    """What makes a small file cost much: deep nesting, and aliases that stand for documents of any size. And tags, with
+    which a file says what its text is to be taken for."""
     import yaml
 
     depth = 0
@@ -65,6 +66,9 @@ def _unusable(events: Iterator[yaml.Event]) -> Iterator[Problem]:
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
             advice = "write the value out; quote text that begins with & or *"
             yield Problem(_position(event.start_mark), here="an anchor or alias", hint=advice)
+        if getattr(event, "tag", None) is not None:
+            advice = "write the value without it; quote text that begins with !"
+            yield Problem(_position(event.start_mark), here="a tag", hint=advice)
 
 
 def _duplicates(node: yaml.Node | None) -> Iterator[Problem]:
