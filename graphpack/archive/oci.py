@@ -172,21 +172,23 @@ def decode_manifest(data: bytes, named: Descriptor) -> dict[str, Any] | None:
     return document
 
 
-def references(data: bytes | None) -> tuple[set[str], list[Descriptor]]:
-    """What a document names: every digest in it but its subject's, and the documents it lists, as image indexes do.
+def references(data: bytes | None, where: str) -> tuple[set[str], list[Descriptor]]:
+    """What the document in the file `where` names: every digest in it but its subject's, and the documents it lists, as
+    image indexes do.
 
     What is no JSON names all digests in its bytes. Raises CorruptArchiveError for a list of documents that is damaged.
     """
     if data is None:
         return set(), []
     try:
-        document = decode_json(data, MANIFEST_LIMIT, "document")
+        document = decode_json(data, MANIFEST_LIMIT, where)
     except CorruptArchiveError:
         return set(_DIGEST.findall(data.decode("utf-8", "replace"))), []
     names = set(_DIGEST.findall(encode_json({**document, "subject": None}).decode()))
     listed = document.get("manifests")
-    documents = [parse_descriptor(raw, "manifests", "document") for raw in listed] if type(listed) is list else []
-    return names, documents
+    if type(listed) is not list:
+        return names, []
+    return names, [parse_descriptor(raw, f"manifests[{position}]", where) for position, raw in enumerate(listed)]
 
 
 def subject(data: bytes | None, tag: str | None) -> str | None:

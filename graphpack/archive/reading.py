@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -58,6 +58,10 @@ class Header:
     producer: Producer | None
 
 
+_Signatures = dict[str, list[tuple[str, oci.SignatureManifest]]]
+"""By the digest of the entry's manifest: the files of its signatures' manifests, and what these say."""
+
+
 class Reader:
     """One archive, as `index.json` was when it was opened or last committed. Nothing is kept open."""
 
@@ -66,6 +70,7 @@ class Reader:
         self.opened: files.Opened = {} if opened is None else opened
         """Of all that was read so far, for who asks whether others may have changed it."""
         self._index = index
+        self._signed: tuple[oci.Index | None, _Signatures] = None, {}
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
@@ -86,7 +91,7 @@ class Reader:
         Raises CorruptArchiveError, StorageError.
         """
         refs: dict[str, EntryRef] = {}
-        for descriptor in self._index.descriptors:
+        for descriptor in self._distinct():
             if self._manifest(descriptor) is not None:
                 refs.setdefault(descriptor.digest, EntryRef(descriptor.tag, descriptor.digest, descriptor.size))
         return tuple(refs.values())
@@ -179,15 +184,33 @@ class Reader:
         Raises CorruptArchiveError, StorageError.
         """
         found = []
-        for descriptor in self._index.descriptors:
-            listed = self._signature(descriptor)
-            if listed is not None and listed.entry.digest == ref.digest:
-                named_by = oci.blob_file(descriptor.digest)
-                if listed.entry.size != ref.size:
-                    raise codec.corrupt(named_by, f"its subject is {ref.size} bytes long, not {listed.entry.size}")
-                data = self._read(listed.bundle.digest, listed.bundle.size, BUNDLE_LIMIT, named_by)
-                found.append(decode_bundle(data, oci.blob_file(listed.bundle.digest)))
+        for named_by, listed in self._signature_manifests().get(ref.digest, ()):
+            if listed.entry.size != ref.size:
+                raise codec.corrupt(named_by, f"its subject is {ref.size} bytes long, not {listed.entry.size}")
+            data = self._read(listed.bundle.digest, listed.bundle.size, BUNDLE_LIMIT, named_by)
+            found.append(decode_bundle(data, oci.blob_file(listed.bundle.digest)))
         return tuple(found)
+
+    def _signature_manifests(self) -> _Signatures:
+        """Read once for an index: each of very many entries asks for its own."""
+        index, found = self._signed
+        if index is not self._index:
+            found = {}
+            for descriptor in self._distinct():
+                listed = self._signature(descriptor)
+                if listed is not None:
+                    found.setdefault(listed.entry.digest, []).append((oci.blob_file(descriptor.digest), listed))
+            self._signed = self._index, found
+        return found
+
+    def _distinct(self) -> Iterator[oci.Descriptor]:
+        """What the index lists, without what was listed before just so: a document of many tags is read once."""
+        seen = set()
+        for listed in self._index.descriptors:
+            kind = listed.media_type == oci.MANIFEST_TYPE, listed.annotated and listed.tag is None
+            if (listed.digest, listed.size, kind) not in seen:
+                seen.add((listed.digest, listed.size, kind))
+                yield listed
 
     def _record_bytes(self, ref: EntryRef) -> tuple[dict[str, Any], oci.Descriptor, bytes]:
         where = oci.blob_file(ref.digest)

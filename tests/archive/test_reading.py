@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -44,6 +45,51 @@ def test_an_archive_notes_what_was_read_of_it(archive: Path) -> None:
     }
     reader.look_at(blob)
     assert f"blobs/sha256/{blob.digest}" in reader.opened
+
+
+def test_what_is_listed_very_often_is_read_once(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a small archive takes hours: each entry asks for its signatures, and each descriptor costs its document."""
+    attach(archive, bundle(canonical(statement(digest_of(archive)))))
+    index = read_index(archive)
+    index["manifests"] = [
+        {**held, "annotations": {"org.opencontainers.image.ref.name": f"tag-{number}"}}
+        for held in index["manifests"]
+        for number in range(100)
+    ]
+    (archive / "index.json").write_text(json.dumps(index, separators=(",", ":")))
+    read: Counter[str] = Counter()
+    genuine = files.read_file
+
+    def counting(root: Path, name: str, **options: Any) -> bytes:
+        read[name] += 1
+        return genuine(root, name, **options)
+
+    monkeypatch.setattr(files, "read_file", counting)
+    reader = Archive.open(archive)
+    (entry,) = reader.find(None)
+    assert len(reader.signatures(entry.ref)) == 1
+    once = sum(read.values())
+    assert once < 15
+    for _ in range(100):
+        reader.signatures(entry.ref)
+    assert sum(read.values()) - once == 100, "of each, the bundle alone"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"size": 1}, {"mediaType": "text/plain"}, {"annotations": {"a": "b"}}],
+    ids=["size", "type", "no tag"],
+)
+def test_what_is_listed_again_is_checked_again(archive: Path, changes: dict[str, Any]) -> None:
+    index = read_index(archive)
+    (held,) = index["manifests"]
+    index["manifests"] = [held, held]
+    (archive / "index.json").write_text(json.dumps(index, separators=(",", ":")))
+    assert len(Archive.open(archive).entries()) == 1
+    index["manifests"] = [held, {**held, **changes}]
+    (archive / "index.json").write_text(json.dumps(index, separators=(",", ":")))
+    with pytest.raises(CorruptArchiveError):
+        Archive.open(archive)
 
 
 @pytest.mark.parametrize("change", [0, 1, -1])

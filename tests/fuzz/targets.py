@@ -121,7 +121,7 @@ def take_index(data: bytes) -> None:
             failures.append(error)
     oci.subject(data, "tag")
     if len(failures) == len(readers):
-        oci.references(data)
+        oci.references(data, WHERE)
         raise failures[0]
 
 
