@@ -91,19 +91,10 @@ class _Save:
         wanted = self._wanted(weights)
         existing = self._existing(archive)
         if existing is not None:
-            differences = stale(existing.record, wanted)
-            intact = not differences and self._intact(archive, existing)
-            if not differences and intact:
+            if not stale(existing.record, wanted) and self._intact(archive, existing):
                 logs.info("up to date")
                 return self._result(existing.record, "up to date", 0, {})
-            if differences and not self._request.replace:
-                raise UsageError(
-                    f"the archive already holds another entry named '{self._name}'",
-                    [
-                        replace(problem, hint=problem.hint or "pass --replace, or another --name")
-                        for problem in differences
-                    ],
-                )
+            self._refuse_another(existing.record, wanted)
         with self._stage("capture"):
             captured = self._capture(source, wanted)
         with self._stage("write"):
@@ -112,7 +103,8 @@ class _Save:
         with self._stage("prove"):
             self._prove(archive, written, source, captured)
         with self._stage("commit"):
-            archive.commit(written.ref, self._name)
+            # Somebody else may have saved under this name meanwhile.
+            archive.commit(written.ref, self._name, lambda record: self._refuse_another(record, wanted))
         seconds = {found.graph.bucket: found.seconds for found in captured.graphs}
         return self._result(written.record, "replaced" if existing else "saved", written.bytes, seconds)
 
@@ -148,6 +140,15 @@ class _Save:
         except CorruptArchiveError as error:
             self._notes.append(f"the archive holds a damaged entry: {error.message}")
             return None
+
+    def _refuse_another(self, record: Record, wanted: Wanted) -> None:
+        """Unless the entry of this record is only an older save of the same, or may be replaced."""
+        differences = stale(record, wanted)
+        if differences and not self._request.replace:
+            raise UsageError(
+                f"the archive already holds another entry named '{self._name}'",
+                [replace(problem, hint=problem.hint or "pass --replace, or another --name") for problem in differences],
+            )
 
     def _intact(self, archive: Archive, existing: Entry) -> bool:
         """A damaged entry is saved again."""

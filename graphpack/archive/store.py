@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -111,10 +111,12 @@ class Archive(Reader):
         self._put(data)
         return EntryRef(record.entry.name, self._put(manifest), len(manifest))
 
-    def commit(self, ref: EntryRef, name: str) -> None:
+    def commit(self, ref: EntryRef, name: str, may_replace: Callable[[Record], None] | None = None) -> None:
         """List the entry in `index.json`, in the place of the entry of that name.
 
-        Raises StorageError; then the archive is as it was before, unless only the sync after the rename failed.
+        `may_replace` sees the record of an entry that would go, unless it is damaged, and raises what stands against
+        it. Raises StorageError, and that; then the archive is as it was before, unless only the sync after the rename
+        failed.
         """
         with locked(self.path):
             self._make_folders()
@@ -127,8 +129,18 @@ class Archive(Reader):
                 if held.digest == ref.digest or self._name(held) == name
             }
             gone = {index.descriptors[position].digest for position in old} - {ref.digest}
+            if may_replace is not None:
+                self._ask(may_replace, [index.descriptors[position] for position in old])
             new = oci.Descriptor(oci.MANIFEST_TYPE, ref.digest, ref.size, name)
             self._write_index(index.replacing(old, new, self._referrers(index, gone)), self._blobs_of(index, gone))
+
+    def _ask(self, may_replace: Callable[[Record], None], entries: Sequence[oci.Descriptor]) -> None:
+        for held in entries:
+            try:
+                record = self.read_entry(EntryRef(held.tag, held.digest, held.size)).record
+            except CorruptArchiveError:
+                continue
+            may_replace(record)
 
     def remove(self, names: Sequence[str]) -> dict[str, str]:
         """Take entries out of `index.json`, with all that refers to them: manifest digest to name. Their blobs stay.
@@ -221,7 +233,7 @@ class Archive(Reader):
             document = pending.pop()
             if document.digest not in read:
                 read.add(document.digest)
-                names, documents = oci.references(self._listed(document))
+                names, documents = oci.references(self._listed(document), oci.blob_file(document.digest))
                 used |= {document.digest, *names}
                 # An index of others may list what was never copied here.
                 pending += [found for found in documents if files.exists(self.path / oci.blob_file(found.digest))]
@@ -292,7 +304,8 @@ class Archive(Reader):
         for held in index.descriptors:
             if held.digest in manifests:
                 with suppress(CorruptArchiveError):
-                    blobs |= {held.digest, *oci.references(self._listed(held))[0]}
+                    names, _ = oci.references(self._listed(held), oci.blob_file(held.digest))
+                    blobs |= {held.digest, *names}
         return blobs
 
     # --- Files

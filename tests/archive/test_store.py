@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphpack.archive import codec, files, oci
-from graphpack.archive.record import Blob
+from graphpack.archive.record import Blob, Record
 from graphpack.archive.store import Archive, EntryRef
 from graphpack.errors import (
     CaptureRefusedError,
@@ -24,6 +24,7 @@ from graphpack.errors import (
     NotFoundError,
     StorageError,
     UnsupportedFormatError,
+    UsageError,
 )
 from tests.archive.build import (
     CONTENTS,
@@ -167,6 +168,29 @@ def test_commits_go_to_the_entry_of_their_name(two: Path) -> None:
     assert Archive.open(two).entry_names() == ("tiny", "second", "third")
     archive.commit(archive.put_entry(make_record("third")), "third")
     assert Archive.open(two).entry_names() == ("tiny", "second", "third")
+
+
+def test_who_commits_may_refuse_to_replace(two: Path) -> None:
+    before, seen = tree(two), []
+
+    def refuse(record: Record) -> None:
+        seen.append(record)
+        raise UsageError("it is another one")
+
+    archive = Archive.create(two)
+    ref = archive.put_entry(make_record(informational={"time": "later"}))
+    with pytest.raises(UsageError, match="another one"):
+        archive.commit(ref, "tiny", refuse)
+    archive.discard()
+    assert (seen, tree(two)) == ([make_record()], before)
+    archive.commit(archive.put_entry(make_record("third")), "third", refuse)
+    archive.commit(archive.put_entry(make_record(informational={"time": "later"})), "tiny", seen.append)
+    assert seen == [make_record(), make_record()]
+    record = blob_path(two, read_manifest(two)["config"]["digest"])
+    record.chmod(0o644)
+    record.write_bytes(b"damaged")
+    archive.commit(archive.put_entry(make_record()), "tiny", refuse)
+    assert Archive.open(two).find(["tiny"])[0].record == make_record()
 
 
 def test_an_open_archive_is_a_snapshot(two: Path) -> None:

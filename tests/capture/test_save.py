@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import graphpack
-from graphpack import OutputsDifferError, UsageError, golden
+from graphpack import OutputsDifferError, UsageError, golden, proof
 from graphpack.archive.store import Archive
 from graphpack.backends.cpu import capture as cpu_capture
 from tests.archive.build import blob_path, read_record
@@ -87,6 +87,29 @@ def test_replacing_puts_the_new_entry_in_the_place_of_the_old(save_normed: Save,
     assert second.action == "replaced"
     assert second.settings_digest != first.settings_digest
     assert Archive.open(tmp_path / "archive").entry_names() == (NORMED_NAME,)
+
+
+@pytest.mark.parametrize("other", ["same", "another", "another, to be replaced"])
+def test_a_name_that_is_taken_during_the_save(
+    other: str, save_normed: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two saves at one time, too, no entry is replaced unasked."""
+
+    def take_the_name(*arguments: Any) -> list[str]:
+        monkeypatch.setattr("graphpack.capture.prove", proof.prove)
+        assert save_normed(seq_lens=(16,) if other == "same" else (32,)).action == "saved"
+        return proof.prove(*arguments)
+
+    monkeypatch.setattr("graphpack.capture.prove", take_the_name)
+    if other == "another":
+        with pytest.raises(UsageError, match="already holds another entry named") as refused:
+            save_normed(seq_lens=(16,))
+        assert [problem.where for problem in refused.value.problems] == ["settings.seq_lens"]
+        assert {problem.hint for problem in refused.value.problems} == {"pass --replace, or another --name"}
+    else:
+        save_normed(seq_lens=(16,), replace=other != "same")
+    (entry,) = Archive.open(tmp_path / "archive").find(None)
+    assert entry.record.settings.seq_lens == ((32,) if other == "another" else (16,))
 
 
 def test_a_damaged_entry_is_saved_again(save_normed: Save, tmp_path: Path) -> None:
