@@ -84,11 +84,13 @@ class ModelPool:
         they are read again, if the files are still those that were loaded. By default that is the host where they fit
         its budget, and the disk for models on a CPU, whose weights are in the host's memory either way.
 
-        Raises UsageError for a name that is taken and for a model larger than a budget, and what `graphpack.load`
+        Raises UsageError for a name that is taken or none, for a model larger than a budget, and what `graphpack.load`
         raises. The pool is as it was then, but for models that sleep.
         """
         if keep is not None:
             check_choice("keep", keep, KEEPS)
+        if alias is not None and (type(alias) is not str or not alias):
+            raise UsageError("no model has such a name", [Problem("alias", here=shown(alias), hint="give a text")])
         request = LoadRequest.of(archive, name, **options)
         if request.bind:
             raise UsageError("memory of the caller cannot sleep", [Problem("bind", hint="load it outside of the pool")])

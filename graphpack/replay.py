@@ -317,7 +317,7 @@ class RestoredModel:
             self._require_open()
             bound = self._memory.bound
             update = plan_update(self.record, self.weights, tensors, bound, constants_hold=constants_hold)
-            self.updated = True
+            self.updated = self.updated or bool(update.values)
             try:
                 for region, values in update.values.items():
                     self._memory.write(region, values)

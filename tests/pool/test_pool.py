@@ -287,6 +287,18 @@ def test_a_name_that_is_taken(pool: ModelPool, decoder: Path) -> None:
     pool.switch("copied").step([1], [0])
 
 
+@pytest.mark.parametrize("alias", ["", 5, b"name", ["a"]])
+def test_a_name_that_is_none(pool: ModelPool, decoder: Path, alias: Any) -> None:
+    with pytest.raises(UsageError) as refused:
+        pool.load(decoder, alias=alias)
+    assert str(refused.value) == f"no model has such a name\n{_alias(alias)}    -> give a text"
+    assert pool.names == ("mapped", "copied")
+
+
+def _alias(alias: Any) -> str:
+    return f"  alias: here {alias}\n" if alias else "  alias\n"
+
+
 def test_a_model_larger_than_the_budget(decoder: Path, room: int) -> None:
     with ModelPool(budget=room - 1) as pool:
         with pytest.raises(UsageError) as refused:

@@ -189,9 +189,12 @@ def test_everything_that_does_not_fit_is_said_and_nothing_is_written(
             "    -> see weights.tensors in the record",
         ]
         model.reset()
+        model.update_weights({})
         assert logits(model) == old
         assert model.weights == model.record.weights
         assert not model.updated
+        model.sleep("disk")
+        model.wake()
 
 
 def test_constants_that_may_come_from_the_weights(normed: Path) -> None:
