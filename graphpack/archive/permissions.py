@@ -45,7 +45,8 @@ def read_with_status(path: Path, limit: int) -> tuple[bytes, stat_result]:
     try:
         with path.open("rb") as stream:
             status, data = os.fstat(stream.fileno()), stream.read(limit + 1)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError) as error:
+        # A ValueError is about characters that no path has.
         raise NotFoundError(f"no such file: {path}") from error
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror}") from error

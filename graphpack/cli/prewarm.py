@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     "prewarm",
     epilog=(
         examples("graphpack prewarm graphpack.yaml", "graphpack prewarm fleet.yaml --jobs 4 --format json"),
-        exits(0, 1, 2, 3, 4, 5, 6, 7, 9, 12, 130, 143),
+        exits(0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 12, 130, 143),
     ),
 )
 @click.argument("config", type=PATH, required=False)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
             "graphpack save checkpoints/qwen3 archive --name qwen3 --batch-sizes 1,2,4 --dtype bfloat16",
             "graphpack save my_package.models:build archive --replace",
         ),
-        exits(0, 1, 2, 3, 4, 5, 6, 7, 9, 12, 130, 143),
+        exits(0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 12, 130, 143),
     ),
 )
 @click.argument("model")

@@ -40,7 +40,7 @@ def sign(archive: Path, key: Path, names: tuple[str, ...], serial: int | None, e
     return Answer(documents.of_sign(archive, signed), report.of_sign(archive, signed))
 
 
-@command("keygen", epilog=(examples("graphpack keygen release.key"), exits(0, 1, 2, 3, 12)))
+@command("keygen", epilog=(examples("graphpack keygen release.key"), exits(0, 1, 2, 12, 130, 143)))
 @click.argument("file", type=PATH)
 def keygen(file: Path) -> Answer:
     """Make a key to sign with: FILE, which only you can read, and FILE.pub, for those who are to trust it."""

@@ -21,7 +21,8 @@ def read(file: Path) -> Any:
     try:
         with file.open("rb") as stream:
             content = stream.read(LARGEST_FILE + 1)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError) as error:
+        # A ValueError is about characters that no path has.
         raise NotFoundError(f"no such configuration file: {file}") from error
     except OSError as error:
         raise StorageError(f"cannot read {file}: {error.strerror}") from error

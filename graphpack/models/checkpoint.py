@@ -94,7 +94,7 @@ def hub_revision(directory: Path) -> str | None:
 def _listing(directory: Path) -> set[str]:
     try:
         return set(os.listdir(directory))
-    except (FileNotFoundError, NotADirectoryError) as error:
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:  # ValueError: characters that no path has
         raise NotFoundError(f"no such directory: {directory}") from error
     except OSError as error:
         raise StorageError(f"{directory}: cannot list: {error.strerror}") from error

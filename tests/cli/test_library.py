@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
 
 import graphpack
+from graphpack.archive.keys import read_public_key
 from graphpack.archive.store import Entry
+from graphpack.configuration import yaml_file
+from graphpack.models import checkpoint
 from graphpack.results import LoadRequest, SaveRequest, SilentObserver
 from tests.cli import fakes
 from tests.cli.conftest import Fake
@@ -51,6 +55,13 @@ def test_load(fake: Fake) -> None:
         copy_weights=True,
     )
     assert restore.requests == [expected]
+
+
+@pytest.mark.parametrize("path", ["a\0b", "\ud800"], ids=["nul", "surrogate"])
+@pytest.mark.parametrize("read", [read_public_key, checkpoint.read_config, yaml_file.read, graphpack.open_archive])
+def test_a_path_that_none_can_be_is_not_found(read: Callable[[Path], object], path: str) -> None:
+    with pytest.raises(graphpack.NotFoundError):
+        read(Path(path))
 
 
 def test_load_refuses_a_device_that_does_not_exist() -> None:
