@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 CLOSED_PIPE = 128 + signal.SIGPIPE
 REFUSED_BY_SYSTEM = {
     getattr(errno, name)
-    for name in ("EACCES", "EDQUOT", "EFBIG", "EIO", "EMFILE", "ENFILE", "ENOLCK", "ENOSPC", "EPERM", "EROFS")
+    for name in ("EACCES", "EDQUOT", "EFBIG", "EIO", "EMFILE", "ENFILE", "ENOLCK", "ENOMEM", "ENOSPC", "EPERM", "EROFS")
 }
 
 
@@ -64,6 +64,8 @@ def run(arguments: Sequence[str]) -> int:
             return _fail(_bug(error), forms)
         about = "" if error.filename is None else f"{error.filename}: "
         return _fail(StorageError(f"{about}{error.strerror}"), forms)
+    except MemoryError as error:
+        return _fail(StorageError(f"out of memory{f': {error}' if str(error) else ''}"), forms)
     except Exception as error:  # noqa: BLE001 - the one place that turns a bug into its exit status
         return _fail(_bug(error), forms)
 

@@ -154,7 +154,7 @@ class UntrustedError(GraphpackError):
 
 
 class StorageError(GraphpackError):
-    """The operating system refused: space, permissions, lock, transfer."""
+    """The operating system refused: space, memory, permissions, lock, transfer."""
 
     code = 12
     kind = "io-error"

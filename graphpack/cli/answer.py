@@ -33,7 +33,7 @@ EXIT_CODES = {
     9: "the model does something a graph cannot hold",
     10: "the graphs ran and the outputs are wrong",
     11: "signature or permissions",
-    12: "the system refused: space, permissions, lock",
+    12: "the system refused: space, memory, permissions, lock",
     130: "interrupted; nothing is left half-written",
     143: "terminated; nothing is left half-written",
 }

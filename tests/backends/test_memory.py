@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import graphpack
-from graphpack import CaptureRefusedError, CorruptArchiveError, WeightsMismatchError
+from graphpack import CaptureRefusedError, CorruptArchiveError, StorageError, WeightsMismatchError
 from graphpack.backends.cpu.capture import binding_names
 from graphpack.backends.cpu.memory import CpuMemory
 from graphpack.backends.cpu.restore import CpuGraph, loaded_torch
@@ -105,6 +105,18 @@ def test_an_object_whose_constants_are_not_the_models_is_refused_at_save(
     first = "the object of bucket 2x16 does not hold the model's tensors"
     assert str(refusal.value).splitlines() == [first, *lines]
     assert "scale" in names
+
+
+@pytest.mark.parametrize(("count", "extent"), [(1, 2**50), (1, 2**53 - 1), (512, 2**53 - 1)])
+def test_more_state_than_any_machine_holds(count: int, extent: int) -> None:
+    states = [region("state", f"state.{number}", (extent,)) for number in range(count)]
+    size = count * -(-4 * extent // 64) * 64
+    with pytest.raises(StorageError) as refusal:
+        CpuMemory(states, source(), {}, copy_weights=False)
+    first, sides, hint = str(refusal.value).splitlines()
+    assert first == "this machine has too little memory for the entry"
+    assert sides.startswith(f"  memory: archived needs {size} bytes, here ")
+    assert hint == "    -> load it on a machine with more memory, or save with fewer slots or shorter sequences"
 
 
 @pytest.mark.parametrize("edit", ["order", "size", "inputs"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,9 +11,9 @@ import pytest
 import torch
 
 import graphpack
-from graphpack import CaptureRefusedError, UsageError
+from graphpack import CaptureRefusedError, StorageError, UsageError
 from graphpack.backends.cpu import export
-from graphpack.graph import Bucket
+from graphpack.graph import Bucket, TensorSpec
 from tests import models_for_tests
 from tests.capture.conftest import Save
 
@@ -143,6 +144,22 @@ def test_a_model_left_in_training_is_captured_in_evaluation_and_left_as_it_was()
     assert step.topology == traced(models_for_tests.Normed().eval()).topology
     (dropout,) = [node for node in step.program.graph.nodes if "dropout" in str(node.target)]
     assert dropout.args[2] is False
+
+
+def test_a_step_larger_than_the_machine_is_refused_before_memory_is_touched() -> None:
+    """The kernel gives the memory away and then ends whoever uses it."""
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    state = (TensorSpec(name="seen", dtype="float32", shape=(there // 4,)),)
+    step = models_for_tests.Step(models_for_tests.Normed(), stateful=True)
+    inputs = step.inputs(Bucket(2, 16), 3)
+    with pytest.raises(StorageError) as refusal:
+        export.trace(step.module, inputs, state, frozenset())
+    needed = state[0].bytes + sum(spec.bytes for spec in inputs)
+    assert str(refusal.value) == (
+        "this machine has too little memory for the inputs and the state of a step\n"
+        f"  memory: archived needs {needed} bytes, here {there} bytes\n"
+        "    -> save with fewer slots, smaller batches or shorter sequences"
+    )
 
 
 def test_flags_and_random_numbers_are_as_before_a_refused_model() -> None:

@@ -255,8 +255,18 @@ def test_a_bug_shows_its_traceback_and_still_answers_in_json(run: Run, fake: Fak
     assert "Traceback" in outcome.err
 
 
-@pytest.mark.parametrize(("error", "code"), [(PermissionError(13, "Permission denied", "x"), 12), (OSError(2, "?"), 1)])
-def test_refusals_of_the_system(run: Run, fake: Fake, error: OSError, code: int) -> None:
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (PermissionError(13, "Permission denied", "x"), 12),
+        (OSError(12, "Cannot allocate memory"), 12),
+        (MemoryError(), 12),
+        (MemoryError("unable to allocate 1 PiB"), 12),
+        (OSError(2, "?"), 1),
+    ],
+    ids=str,
+)
+def test_refusals_of_the_system(run: Run, fake: Fake, error: Exception, code: int) -> None:
     fake("opening", fakes.module(load=fakes.Loading(error)))
     assert run("load", "a").code == code
 

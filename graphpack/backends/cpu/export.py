@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import logging
+import os
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from graphpack.errors import CaptureRefusedError, Problem
+from graphpack.errors import CaptureRefusedError, Problem, StorageError
 from graphpack.graph import TensorSpec
 from graphpack.lockstep import evaluating
 from graphpack.modes import draws_random_numbers, refuse_modes
@@ -46,9 +47,10 @@ def trace(
     """Trace `module(*inputs, *state)` in evaluation mode, leaving its training flags as they were.
 
     Raises CaptureRefusedError naming the operation and the model's source line; UsageError if the caller's torch is
-    in a mode that would be captured with the model.
+    in a mode that would be captured with the model; StorageError for more than the machine has memory for.
     """
     refuse_modes("cpu")
+    _require_memory((*inputs, *state))
     examples = tuple(example(spec) for spec in (*inputs, *state))
     try:
         with _quiet(), evaluating(module), torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -68,6 +70,16 @@ def trace(
         if name not in weights and isinstance(value, torch.Tensor)
     }
     return TracedStep(program, examples, digest, len(lines), constants)
+
+
+def _require_memory(specs: Sequence[TensorSpec]) -> None:
+    """The kernel gives away more than there is, and ends the process that uses it."""
+    needed = sum(spec.bytes for spec in specs)
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        hint = "save with fewer slots, smaller batches or shorter sequences"
+        problem = Problem("memory", f"needs {needed} bytes", f"{there} bytes", hint)
+        raise StorageError("this machine has too little memory for the inputs and the state of a step", [problem])
 
 
 @contextmanager

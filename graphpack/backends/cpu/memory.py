@@ -12,6 +12,7 @@ import numpy as np
 from graphpack.backends import Room, refuse_changed
 from graphpack.convert import convert
 from graphpack.dtypes import DTYPES
+from graphpack.errors import Problem, StorageError
 from graphpack.graph import Region
 
 if TYPE_CHECKING:
@@ -21,7 +22,10 @@ ALIGNMENT = 64
 
 
 class CpuMemory:
-    """Arrays by region name. Weight and constant arrays are never written by a graph; state is."""
+    """Arrays by region name. Weight and constant arrays are never written by a graph; state is.
+
+    Raises StorageError where the machine has too little memory.
+    """
 
     exact = False
     device = "cpu"
@@ -124,7 +128,12 @@ class _Pages:
 
     def __init__(self, regions: Sequence[Region]) -> None:
         size = max(sum(_aligned(region.bytes) for region in regions), mmap.PAGESIZE)
-        self._pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            self._pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            hint = "load it on a machine with more memory, or save with fewer slots or shorter sequences"
+            problem = Problem("memory", f"needs {size} bytes", error.args[-1], hint)
+            raise StorageError("this machine has too little memory for the entry", [problem]) from error
         self.arrays: dict[str, np.ndarray] = {}
         offset = 0
         for region in regions:
