@@ -73,7 +73,7 @@ def _unusable(events: Iterator[yaml.Event]) -> Iterator[Problem]:
 
 
 def _duplicates(node: yaml.Node | None) -> Iterator[Problem]:
-    """Keys given twice, of which YAML would silently keep the last."""
+    """Keys given twice, of which YAML would silently keep one."""
     import yaml
 
     if isinstance(node, yaml.SequenceNode):
@@ -84,6 +84,8 @@ def _duplicates(node: yaml.Node | None) -> Iterator[Problem]:
         for key, value in node.value:
             if isinstance(key.value, str) and key.value in seen:
                 yield Problem(_position(key.start_mark), here=f"{shown(key.value)} is given twice")
+            elif key.tag == "tag:yaml.org,2002:merge":
+                yield Problem(_position(key.start_mark), here="a merge key", hint="write its keys out")
             elif isinstance(key.value, str):
                 seen.add(key.value)
             yield from _duplicates(value)

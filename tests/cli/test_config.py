@@ -154,6 +154,7 @@ TAG = "write the value without it; quote text that begins with !"
         ),
         ("archive_dir: a\narchive_dir: b", "line 2, column 1", "archive_dir is given twice", ""),
         ("models:\n  m: {path: a}\n  m: {path: b}", "line 3, column 3", "m is given twice", ""),
+        ("models: {m: {slots: 1, <<: {slots: 2}}}", "line 1, column 24", "a merge key", "write its keys out"),
         ("archive_dir: &a x", "line 1, column 14", "an anchor or alias", ALIAS),
         ("models: *a", "line 1, column 9", "an anchor or alias", ALIAS),
         ("!!python/object/apply:os.system ['true']", "line 1, column 1", "a tag", TAG),
