@@ -111,7 +111,7 @@ class _Save:
     def _check_sizes(self) -> None:
         limit = self._model.config.get("max_position_embeddings")
         problems = [
-            Problem("--seq-lens", f"at most {limit}", str(seq_len), "the model has no more positions")
+            Problem("--seq-lens", here=str(seq_len), hint=f"the model has {limit} positions")
             for seq_len in self._request.seq_lens
             if type(limit) is int and self._model.source != "factory" and seq_len > limit
         ]

@@ -62,6 +62,17 @@ def test_saving_the_same_again_traces_nothing(save_normed: Save, monkeypatch: py
     assert [row.seconds_capture for row in again.graphs] == [None]
 
 
+def test_more_positions_than_the_model_has(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as refused:
+        graphpack.save("tiny-llama", tmp_path / "archive", seq_lens=(512, 513, 1024))
+    assert str(refused.value) == (
+        "the model cannot be captured at these sizes\n"
+        "  --seq-lens: here 513\n    -> the model has 512 positions\n"
+        "  --seq-lens: here 1024\n    -> the model has 512 positions"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_another_entry_of_the_name_is_refused_naming_every_field(decoder: Path, tmp_path: Path) -> None:
     archive = copied(decoder, tmp_path / "archive")
     before = files(archive)
