@@ -90,6 +90,17 @@ def test_another_entry_of_the_name_is_refused_naming_every_field(decoder: Path, 
     assert files(archive) == before
 
 
+def test_modules_in_the_working_directory_are_not_imported(tmp_path: Path) -> None:
+    """As by the installed program, whose own path does not have the working directory."""
+    for name in ("ctypes", "json", "msgpack", "numpy", "sitecustomize", "torch", "yaml"):
+        (tmp_path / f"{name}.py").write_text(f"open('ran', 'a').write('{name} ')\nraise ImportError('not this one')\n")
+    arguments = ("save", "tiny-llama", "archive", "--seq-lens", "16", "--batch-sizes", "1")
+    command = [sys.executable, "-P", "-m", "graphpack", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "ran").exists()
+
+
 def test_replacing_puts_the_new_entry_in_the_place_of_the_old(save_normed: Save, tmp_path: Path) -> None:
     first = save_normed()
     with pytest.raises(UsageError):

@@ -28,6 +28,7 @@ from graphpack.errors import CaptureRefusedError, GraphpackError, Problem
 from graphpack.identity.cpu_isa import CpuIsa
 
 GENERATED_NAME = "step"
+_SAFE_PATH = "PYTHONSAFEPATH"
 
 _LAST_ERROR = "static thread_local std::string g_aoti_last_error;"
 """A destructor waiting for the end of a thread keeps the object in memory until then. Calls of one object come one
@@ -59,7 +60,7 @@ def generate(step: TracedStep, isa: CpuIsa, directory: Path) -> Path:
         "cpp.vec_isa_ok": True,
     }
     try:
-        with torch.no_grad(), _plain_path(directory) as path:
+        with torch.no_grad(), _safe_path(), _plain_path(directory) as path:
             options["aot_inductor.output_path"] = f"{path}/"
             torch._inductor.aot_compile(step.program.module(), step.inputs, options=options)
     except Exception as error:
@@ -90,6 +91,21 @@ def compiler() -> str:
     if shutil.which(command) is None:
         raise CaptureRefusedError("save needs a C++ compiler", [Problem(command, "", "not on PATH", "install g++")])
     return command
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """Inductor starts Python to try an instruction set, whatever it is told. The modules of that Python must not be
+    files that happen to lie in the working directory."""
+    before = os.environ.get(_SAFE_PATH)
+    os.environ[_SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_SAFE_PATH]
+        else:
+            os.environ[_SAFE_PATH] = before
 
 
 @contextmanager
