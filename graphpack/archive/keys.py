@@ -30,7 +30,7 @@ PUBLIC_SUFFIX = ".pub"
 _DER_PREFIX = bytes.fromhex("302a300506032b6570032100")
 """What stands before the 32 bytes of every Ed25519 public key in DER (RFC 8410)."""
 _PEM = re.compile(rb"-----BEGIN PUBLIC KEY-----\s+([A-Za-z0-9+/=\s]+?)\s*-----END PUBLIC KEY-----\s*")
-_MISSING = Problem("cryptography", here="not installed", hint="pip install 'graphpack[sign]'")
+_MISSING = Problem("cryptography", here="not installed", hint="pip install cryptography")
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ def require_library() -> None:
     try:
         import tokenizers  # noqa: F401
     except ImportError as error:
-        problem = Problem("tokenizers", here="not installed", hint="pip install 'graphpack[hf]'")
+        problem = Problem("tokenizers", here="not installed", hint="pip install tokenizers")
         raise UsageError("text becomes tokens with the package tokenizers", [problem]) from error
 
 

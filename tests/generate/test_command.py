@@ -337,7 +337,7 @@ def test_without_the_package_nothing_is_restored_first(generate: Generate, monke
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err == (
         "error: text becomes tokens with the package tokenizers (1 problem)\n"
-        "  tokenizers  here not installed\n  -> pip install 'graphpack[hf]'\n"
+        "  tokenizers  here not installed\n  -> pip install tokenizers\n"
     )
 
 

@@ -110,7 +110,7 @@ def test_without_the_package_its_installation_is_named(tmp_path: Path, monkeypat
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert refusal(UsageError, tmp_path) == (
         "text becomes tokens with the package tokenizers\n"
-        "  tokenizers: here not installed\n    -> pip install 'graphpack[hf]'"
+        "  tokenizers: here not installed\n    -> pip install tokenizers"
     )
 
 
