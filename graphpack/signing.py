@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from graphpack.archive.keys import PublicKey, read_private_key
-from graphpack.archive.permissions import check_permissions
 from graphpack.archive.signature import Signed, Statement, encode_bundle, message_of, time_text
 from graphpack.archive.store import Archive, Entry
 from graphpack.archive.trust import signature_row
@@ -36,7 +34,7 @@ def sign(
     for entry in entries:
         for blob in entry.record.blobs:
             archive.read_blob(blob)
-    permissions = check_permissions(path, archive.opened, os.geteuid())
+    permissions = archive.check_permissions()
     if permissions:
         raise UntrustedError("others may have changed what would be signed", permissions)
     signed = []

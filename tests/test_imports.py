@@ -31,6 +31,7 @@ ORDER = """
     models models.step models.safetensors models.seeded models.weights models.architecture models.specs
     models.checkpoint models.presets models.decoder models.factory models.registry models.locate models.tokenizer
     regions tensor golden backends lockstep modes
+    backends.inductor_cache
     backends.cpu.policy backends.cpu.memory backends.cpu.runtime backends.cpu.restore backends.cpu
     backends.cpu.export backends.cpu.compile backends.cpu.capture backends.cpu.agree backends.cpu.capturing
     backends.cuda.structs backends.cuda.libcuda backends.cuda.driver backends.cuda.device
@@ -63,6 +64,7 @@ MAY_USE_TORCH = {
     "models.factory",
     "lockstep",
     "modes",
+    "backends.inductor_cache",
     "backends.cpu.export",
     "backends.cpu.compile",
     "backends.cpu.capture",

@@ -33,8 +33,21 @@ def storage_errors(doing: str, path: Path) -> Iterator[None]:
         raise StorageError(f"cannot {doing} {path}: {reason}", [Problem(str(path), "", reason)]) from error
 
 
-Opened = dict[str, os.stat_result]
-"""The status of each file and directory that was opened, by its name below the root; the root itself is `.`."""
+class Opened(dict[str, os.stat_result]):
+    """The status of each file and directory that was opened, by its name below the root; the root itself is `.`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._new: dict[str, os.stat_result] = {}
+
+    def __setitem__(self, name: str, status: os.stat_result) -> None:
+        super().__setitem__(name, status)
+        self._new[name] = status
+
+    def take_new(self) -> dict[str, os.stat_result]:
+        """What was opened since the last call."""
+        new, self._new = self._new, {}
+        return new
 
 
 def read_file(
@@ -47,7 +60,7 @@ def read_file(
     """
     with (
         storage_errors("read", root / name),
-        _opened(root, name, named_by, {} if opened is None else opened) as (descriptor, found),
+        _opened(root, name, named_by, Opened() if opened is None else opened) as (descriptor, found),
     ):
         if size is not None and found != size:
             raise corrupt(name, f"{found} bytes long where {named_by} says {size}")
@@ -78,7 +91,7 @@ def exists(path: Path) -> bool:
 
 def check_size(root: Path, name: str, size: int, named_by: str, opened: Opened | None = None) -> None:
     """The regular file `name` is there and `size` bytes long. `opened` and errors as with `read_file`."""
-    opened = {} if opened is None else opened
+    opened = Opened() if opened is None else opened
     with storage_errors("read", root / name), _opened(root, name, named_by, opened) as (_, found):
         if found != size:
             raise corrupt(name, f"{found} bytes long where {named_by} says {size}")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 import stat
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from itertools import islice
 from os import stat_result
 from pathlib import Path
 
@@ -55,29 +57,58 @@ def read_with_status(path: Path, limit: int) -> tuple[bytes, stat_result]:
     return data, status
 
 
-def check_permissions(root: Path, opened: Mapping[str, stat_result], user: int) -> list[Problem]:
-    """What lets others than `user` and root change the archive at `root`.
-
-    `opened` has the status of each file and directory that was opened on the way to what was read, by its name in the
-    archive, the archive itself being `.`.
+class Permissions:
+    """What lets others than `user` and root change the archive at `root`. Whatever was opened is judged once, however
+    often is asked: there may be very many entries, and each asks about all that was opened up to then.
     """
-    path = shlex.quote(str(root))
-    foreign = [name for name, status in opened.items() if status.st_uid not in (user, ROOT)]
-    writable = [name for name, status in opened.items() if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)]
-    linked = [name for name, status in opened.items() if stat.S_ISREG(status.st_mode) and status.st_nlink > 1]
-    return [
-        *_problem(writable, "writable by its group or everybody", f"chmod -R go-w {path}"),
-        *_problem(
-            foreign,
-            "owned by " + ", ".join(f"user {uid}" for uid in sorted({opened[name].st_uid for name in foreign})),
-            f"if you trust who that is, chown -R {user} {path}, or copy it: cp -r {path} COPY",
-        ),
-        *_problem(linked, "a hard link: it has another name elsewhere", f"copy it: cp -r {path} COPY"),
-    ]
+
+    def __init__(self, root: Path, user: int) -> None:
+        self._path = shlex.quote(str(root))
+        self._user = user
+        self._writable: dict[str, int] = {}
+        self._foreign: dict[str, int] = {}
+        self._linked: dict[str, int] = {}
+        self._owners: Counter[int] = Counter()
+        """Of the foreign ones, without a walk over all of them; of no meaning for root."""
+
+    def check(self, opened: Mapping[str, stat_result]) -> list[Problem]:
+        """What stands against this and all that was given before.
+
+        `opened` has the status of files and directories that were opened on the way to what was read, by their names in
+        the archive, the archive itself being `.`; of one that was opened again, the last status counts.
+        """
+        for name, status in opened.items():
+            self._judge(name, status)
+        owners = ", ".join(f"user {user}" for user in sorted(set(+self._owners) - {ROOT}))
+        path = self._path
+        return [
+            *_problem(self._writable, "writable by its group or everybody", f"chmod -R go-w {path}"),
+            *_problem(
+                self._foreign,
+                f"owned by {owners}",
+                f"if you trust who that is, chown -R {self._user} {path}, or copy it: cp -r {path} COPY",
+            ),
+            *_problem(self._linked, "a hard link: it has another name elsewhere", f"copy it: cp -r {path} COPY"),
+        ]
+
+    def _judge(self, name: str, status: stat_result) -> None:
+        foreign = status.st_uid if status.st_uid not in (self._user, ROOT) else 0
+        self._owners[self._foreign.get(name, 0)] -= 1
+        self._owners[foreign] += 1
+        _mark(self._foreign, name, foreign)
+        _mark(self._writable, name, status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+        _mark(self._linked, name, status.st_nlink - 1 if stat.S_ISREG(status.st_mode) else 0)
 
 
-def _problem(names: list[str], what: str, hint: str) -> Iterator[Problem]:
+def _mark(found: dict[str, int], name: str, value: int) -> None:
+    if value:
+        found[name] = value
+    else:
+        found.pop(name, None)
+
+
+def _problem(names: Collection[str], what: str, hint: str) -> Iterator[Problem]:
     if names:
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        shown = ", ".join("the archive" if name == "." else name for name in names[:SHOWN])
+        shown = ", ".join("the archive" if name == "." else name for name in islice(names, SHOWN))
         yield Problem(f"{shown}{more}", here=what, hint=hint)

@@ -16,6 +16,7 @@ from typing import Any, Self
 from graphpack.archive import codec, files, oci
 from graphpack.archive.check import decode_record
 from graphpack.archive.finding import archive_root, no_archive, no_such_entries, open_index
+from graphpack.archive.permissions import Permissions
 from graphpack.archive.record import Blob, FormatVersion, Producer, Record
 from graphpack.archive.signature import BUNDLE_LIMIT, Signed, decode_bundle
 from graphpack.errors import CorruptArchiveError, GraphpackError, Problem, UnsupportedFormatError
@@ -67,8 +68,9 @@ class Reader:
 
     def __init__(self, path: Path, index: oci.Index, opened: files.Opened | None = None) -> None:
         self.path = path
-        self.opened: files.Opened = {} if opened is None else opened
-        """Of all that was read so far, for who asks whether others may have changed it."""
+        self.opened = files.Opened() if opened is None else opened
+        """Of all that was read so far."""
+        self._permissions = Permissions(path, os.geteuid())
         self._index = index
         self._signed: tuple[oci.Index | None, _Signatures] = None, {}
 
@@ -177,6 +179,10 @@ class Reader:
         name = oci.blob_file(blob.digest)
         files.check_size(self.path, name, blob.size, "its record", self.opened)
         return self.opened[name]
+
+    def check_permissions(self) -> list[Problem]:
+        """What lets others than this user and root change the archive, judged from all that was read up to now."""
+        return self._permissions.check(self.opened.take_new())
 
     def signatures(self, ref: EntryRef) -> tuple[Signed, ...]:
         """The signatures of an entry that `index.json` lists, whoever made them and whatever they are worth.

@@ -5,13 +5,11 @@ The decision is made from what was read; `trust_settings` says which keys are tr
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from graphpack.archive.keys import PublicKey
-from graphpack.archive.permissions import check_permissions
 from graphpack.archive.reading import Entry, Reader
 from graphpack.archive.record import FormatVersion
 from graphpack.archive.signature import Signed, Statement, time_text
@@ -70,7 +68,7 @@ def trust_entry(archive: Reader, entry: Entry, policy: Policy) -> Trusted:
     """
     subject = Subject(name=entry.name, manifest=entry.ref.digest, format=entry.record.format)
     signatures = archive.signatures(entry.ref)
-    permissions = check_permissions(archive.path, archive.opened, os.geteuid())
+    permissions = archive.check_permissions()
     return decide(policy, subject, signatures, permissions, datetime.now(UTC))
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from graphpack import trust_settings
-from graphpack.archive.permissions import SHOWN, check_permissions, read_protected
+from graphpack import documents, trust_settings
+from graphpack.archive.permissions import SHOWN, Permissions, read_protected
 from graphpack.archive.store import Archive
 from graphpack.archive.trust import Policy, Trusted
 from graphpack.errors import (
@@ -24,7 +24,9 @@ from graphpack.errors import (
     UntrustedError,
     UsageError,
 )
-from tests.archive.build import blob_path, make_archive
+from graphpack.results import SilentObserver
+from graphpack.verify import verify
+from tests.archive.build import blob_path, make_archive, make_record
 from tests.archive.signed import digest_of, policy, signed_with, trust
 
 STRANGER = 12345
@@ -116,9 +118,9 @@ def test_what_belongs_to_root_is_fine_for_anybody(archive: Path, monkeypatch: py
         name: os.stat_result((status.st_mode, status.st_ino, status.st_dev, status.st_nlink, 0, 0, *status[6:]))
         for name, status in opened.opened.items()
     }
-    assert check_permissions(archive, theirs, STRANGER) == []
-    (problem,) = check_permissions(
-        archive, {"index.json": os.stat_result((0o100644, 1, 1, 1, STRANGER, 0, 0, 0, 0, 0))}, 0
+    assert Permissions(archive, STRANGER).check(theirs) == []
+    (problem,) = Permissions(archive, 0).check(
+        {"index.json": os.stat_result((0o100644, 1, 1, 1, STRANGER, 0, 0, 0, 0, 0))}
     )
     assert problem.here == f"owned by user {STRANGER}"
 
@@ -175,7 +177,7 @@ def test_what_was_read_is_what_is_judged(archive: Path, tmp_path: Path) -> None:
     opened.find(None)
     (tmp_path / "loose").rename(tmp_path / "away")
     archive.rename(tmp_path / "loose")
-    assert check_permissions(opened.path, opened.opened, os.geteuid())
+    assert opened.check_permissions()
 
 
 @pytest.mark.parametrize("umask", [0o002, 0o000, 0o077], ids=oct)
@@ -240,6 +242,52 @@ def test_another_user_in_earnest(home: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert as_nobody(trusted) == 11
 
 
+def test_what_was_opened_is_judged_once_however_many_entries_ask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged: list[str] = []
+    genuine = Permissions._judge
+
+    def counting(self: Permissions, name: str, status: os.stat_result) -> None:
+        judged.append(name)
+        genuine(self, name, status)
+
+    monkeypatch.setattr(Permissions, "_judge", counting)
+
+    def judgements(count: int, use: Callable[[Path], object]) -> int:
+        path = tmp_path / str(count)
+        if not path.exists():
+            make_archive(path, *(make_record(f"entry-{number}") for number in range(count)))
+        judged.clear()
+        use(path)
+        return len(judged)
+
+    uses: dict[str, Callable[[Path], object]] = {
+        "verify": lambda path: verify(path, (), "structure", Policy(), SilentObserver()),
+        "inspect": lambda path: documents.inspect(path, (), Policy()),
+    }
+    for name, use in uses.items():
+        once, twice = judgements(4, use), judgements(8, use)
+        assert (name, once > 0, twice <= 2 * once) == (name, True, True), (once, twice)
+
+
+def test_what_was_judged_before_still_counts_as_it_was_opened_last() -> None:
+    def status(mode: int, user: int, links: int = 1) -> os.stat_result:
+        return os.stat_result((mode, 1, 1, links, user, 0, 0, 0, 0, 0))
+
+    permissions = Permissions(Path("archive"), 1)
+    assert permissions.check({".": status(0o040755, 1, 4), "a": status(0o100666, 7, 2)}) == permissions.check({})
+    found = permissions.check({"b": status(0o100644, 6), "c": status(0o100644, 6)})
+    assert [(problem.where, problem.here) for problem in found] == [
+        ("a", "writable by its group or everybody"),
+        ("a, b, c", "owned by user 6, user 7"),
+        ("a", "a hard link: it has another name elsewhere"),
+    ]
+    found = permissions.check({"a": status(0o100644, 1), "b": status(0o100644, 0)})
+    assert [(problem.where, problem.here) for problem in found] == [("c", "owned by user 6")]
+    assert permissions.check({"c": status(0o100644, 1)}) == []
+
+
 # --- Files that say whom to trust
 
 
@@ -278,6 +326,6 @@ def test_as_many_names_as_are_shown(archive: Path) -> None:
         for blob in blobs[:count]:
             blob.chmod(0o666)
             opened[blob.name] = blob.stat()
-        (problem,) = check_permissions(archive, opened, os.geteuid())
+        (problem,) = Permissions(archive, os.geteuid()).check(opened)
         shown = ", ".join(blob.name for blob in blobs[:SHOWN])
         assert re.fullmatch(f"{shown}{wanted}", problem.where)

@@ -23,6 +23,7 @@ import torch._inductor
 
 from graphpack.backends.cpu.export import TracedStep, node_line
 from graphpack.backends.cpu.policy import PROXY_EXECUTOR, check_object
+from graphpack.backends.inductor_cache import check_inductor_cache
 from graphpack.elf import clear_executable_stack, parse
 from graphpack.errors import CaptureRefusedError, GraphpackError, Problem
 from graphpack.identity.cpu_isa import CpuIsa
@@ -41,6 +42,7 @@ def generate(step: TracedStep, isa: CpuIsa, directory: Path) -> Path:
     Raises CaptureRefusedError if Inductor cannot lower an operation, naming it, or if there is no compiler.
     """
     compiler()
+    check_inductor_cache()
     options: dict[str, Any] = {
         "aot_inductor.package": True,
         "aot_inductor.package_cpp_only": True,

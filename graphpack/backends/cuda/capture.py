@@ -138,6 +138,10 @@ def _compiler(on: bool, buckets: int) -> Iterator[Callable[[torch.nn.Module], An
         return
     import torch._dynamo
 
+    from graphpack.backends.inductor_cache import check_inductor_cache
+
+    check_inductor_cache()
+
     # Each bucket is compiled on its own, and all of them count as one function compiled again.
     limit = 8 + 2 * buckets
     with torch._dynamo.config.patch(recompile_limit=limit, accumulated_recompile_limit=max(limit, 256)):
