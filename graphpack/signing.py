@@ -24,20 +24,20 @@ def sign(
 
     `serial` is by default the seconds since 1970, and in any case larger than that of the key's last signature of the
     entry. Raises NotFoundError, CorruptArchiveError, UnsupportedFormatError; UntrustedError where others may have
-    changed the archive or read the key; UsageError, StorageError. Entries before the one that failed are signed.
+    changed the archive or read the key; UsageError, StorageError. Either all entries are signed or none.
     """
     if not (serial is None or 0 <= serial <= COUNT_LIMIT) or not (days is None or 1 <= days <= LONGEST_DAYS):
         raise UsageError(f"a serial is 0 to {COUNT_LIMIT}, a time to expire 1 to {LONGEST_DAYS} days")
     private = read_private_key(key)
     archive = Archive.open(path)
-    entries = archive.find(names or None)
+    entries = archive.find([*dict.fromkeys(names)] or None)
     for entry in entries:
         for blob in entry.record.blobs:
             archive.read_blob(blob)
     permissions = archive.check_permissions()
     if permissions:
         raise UntrustedError("others may have changed what would be signed", permissions)
-    signed = []
+    signed, bundles = [], {}
     for entry in entries:
         now = datetime.now(UTC).replace(microsecond=0)
         last = _last_serial(archive.signatures(entry.ref), private.public)
@@ -50,14 +50,14 @@ def sign(
             expires=None if days is None else time_text(now + timedelta(days=days)),
         )
         fingerprint = private.public.fingerprint
-        bundle = encode_bundle(statement, private.sign(message_of(statement)), fingerprint)
-        try:
-            archive.add_signature(entry.ref, bundle)
-        except BaseException:
-            archive.discard()
-            raise
+        bundles[entry.ref] = encode_bundle(statement, private.sign(message_of(statement)), fingerprint)
         row = signature_row(fingerprint, statement)
         signed.append(SignedEntry(name=entry.name, digest=entry.ref.digest, signature=row))
+    try:
+        archive.add_signatures(bundles)
+    except BaseException:
+        archive.discard()
+        raise
     return signed
 
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from graphpack.archive import glance
 from graphpack.archive.codec import corrupt, decode_json, encode_json
 from graphpack.archive.record import Blob
 from graphpack.errors import CorruptArchiveError, Problem, UnsupportedFormatError
 from graphpack.schema import COUNT_LIMIT, Plain, shown
+
+T = TypeVar("T")
 
 LAYOUT_FILE = "oci-layout"
 INDEX_FILE = "index.json"
@@ -61,6 +63,11 @@ class Descriptor:
     tag: str | None = None
     annotated: bool = False
 
+    @property
+    def reading(self) -> tuple[str, int, bool, bool]:
+        """What decides how its document is read: the same for descriptors that differ in their tags alone."""
+        return self.digest, self.size, self.media_type == MANIFEST_TYPE, self.annotated and self.tag is None
+
 
 @dataclass(frozen=True, slots=True)
 class SignatureManifest:
@@ -77,17 +84,36 @@ class Index:
     document: dict[str, Any]
     descriptors: tuple[Descriptor, ...]
 
-    def replacing(self, old: Collection[int], new: Descriptor, dropped: Collection[int] = ()) -> Index:
-        """Put `new` in the place of the descriptors at the positions `old`, else last. It takes its tag from others.
+    @property
+    def distinct(self) -> tuple[Descriptor, ...]:
+        """Without what was listed before just so: a document of many tags is read once."""
+        first: dict[Any, Descriptor] = {}
+        for held in self.descriptors:
+            first.setdefault(held.reading, held)
+        return tuple(first.values())
+
+    def of_each(self, ask: Callable[[Descriptor], T]) -> list[T]:
+        """The answer about each descriptor, but for its tag: it is asked for once for a document of many tags."""
+        answers = {held.reading: ask(held) for held in self.distinct}
+        return [answers[held.reading] for held in self.descriptors]
+
+    def replacing(
+        self, changes: Collection[tuple[Collection[int], Descriptor]], dropped: Collection[int] = ()
+    ) -> Index:
+        """Put each new descriptor in the place of those at its old positions, else last. It takes its tag from others.
 
         Those at the positions `dropped` go as well.
         """
-        manifests = [
-            _without_tag(raw, new.tag)
-            for position, raw in enumerate(self.document["manifests"])
-            if position not in old and position not in dropped
-        ]
-        manifests.insert(min(old, default=len(manifests)), _descriptor_document(new))
+        places = {min(old): new for old, new in changes if old}
+        gone = {*dropped, *(position for old, _ in changes for position in old)}
+        tags = {new.tag for _, new in changes}
+        manifests = []
+        for position, raw in enumerate(self.document["manifests"]):
+            if position in places:
+                manifests.append(_descriptor_document(places[position]))
+            if position not in gone:
+                manifests.append(_without_tag(raw, tags))
+        manifests += [_descriptor_document(new) for old, new in changes if not old]
         return parse_index({**self.document, "manifests": manifests})
 
     def without(self, old: Collection[int]) -> Index:
@@ -290,8 +316,9 @@ def _descriptor_document(descriptor: Descriptor) -> dict[str, Any]:
     return document
 
 
-def _without_tag(raw: dict[str, Any], tag: str | None) -> dict[str, Any]:
+def _without_tag(raw: dict[str, Any], tags: Collection[str | None]) -> dict[str, Any]:
     """A descriptor that has lost its tag to another, as registry tools do it."""
-    if tag is None or raw.get("annotations", {}).get(TAG_ANNOTATION) != tag:
+    tag = raw.get("annotations", {}).get(TAG_ANNOTATION)
+    if tag is None or tag not in tags:
         return raw
     return {key: value for key, value in raw.items() if key != "annotations"}

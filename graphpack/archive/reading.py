@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -93,7 +93,7 @@ class Reader:
         Raises CorruptArchiveError, StorageError.
         """
         refs: dict[str, EntryRef] = {}
-        for descriptor in self._distinct():
+        for descriptor in self._index.distinct:
             if self._manifest(descriptor) is not None:
                 refs.setdefault(descriptor.digest, EntryRef(descriptor.tag, descriptor.digest, descriptor.size))
         return tuple(refs.values())
@@ -202,21 +202,12 @@ class Reader:
         index, found = self._signed
         if index is not self._index:
             found = {}
-            for descriptor in self._distinct():
+            for descriptor in self._index.distinct:
                 listed = self._signature(descriptor)
                 if listed is not None:
                     found.setdefault(listed.entry.digest, []).append((oci.blob_file(descriptor.digest), listed))
             self._signed = self._index, found
         return found
-
-    def _distinct(self) -> Iterator[oci.Descriptor]:
-        """What the index lists, without what was listed before just so: a document of many tags is read once."""
-        seen = set()
-        for listed in self._index.descriptors:
-            kind = listed.media_type == oci.MANIFEST_TYPE, listed.annotated and listed.tag is None
-            if (listed.digest, listed.size, kind) not in seen:
-                seen.add((listed.digest, listed.size, kind))
-                yield listed
 
     def _record_bytes(self, ref: EntryRef) -> tuple[dict[str, Any], oci.Descriptor, bytes]:
         where = oci.blob_file(ref.digest)

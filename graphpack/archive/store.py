@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -125,17 +125,17 @@ class Archive(Reader):
             self._check_complete(ref)
             old = {
                 position
-                for position, held in enumerate(index.descriptors)
-                if held.digest == ref.digest or self._name(held) == name
+                for position, (held, known) in enumerate(zip(index.descriptors, self._names(index), strict=True))
+                if held.digest == ref.digest or known == name
             }
             gone = {index.descriptors[position].digest for position in old} - {ref.digest}
             if may_replace is not None:
                 self._ask(may_replace, [index.descriptors[position] for position in old])
             new = oci.Descriptor(oci.MANIFEST_TYPE, ref.digest, ref.size, name)
-            self._write_index(index.replacing(old, new, self._referrers(index, gone)), self._blobs_of(index, gone))
+            self._write_index(index.replacing([(old, new)], self._referrers(index, gone)), self._blobs_of(index, gone))
 
     def _ask(self, may_replace: Callable[[Record], None], entries: Sequence[oci.Descriptor]) -> None:
-        for held in entries:
+        for held in {held.reading: held for held in entries}.values():
             try:
                 record = self.read_entry(EntryRef(held.tag, held.digest, held.size)).record
             except CorruptArchiveError:
@@ -151,7 +151,8 @@ class Archive(Reader):
         with locked(self.path):
             self.sweep()
             index = self.current_index()
-            held = [(descriptor.digest, self._name(descriptor)) for descriptor in index.descriptors]
+            digests = (descriptor.digest for descriptor in index.descriptors)
+            held = list(zip(digests, self._names(index), strict=True))
             there = [name for _, name in held if name is not None]
             missing = [name for name in names if name not in there]
             if missing:
@@ -161,34 +162,37 @@ class Archive(Reader):
             self._write_index(index.without(old | self._referrers(index, gone)), self._blobs_of(index, gone))
         return gone
 
-    def add_signature(self, ref: EntryRef, bundle: bytes) -> None:
-        """List a signature of the entry in `index.json`, in the place of the one it has.
+    def add_signatures(self, bundles: Mapping[EntryRef, bytes]) -> None:
+        """List a signature of each of these entries in `index.json`, in the place of the one it has.
 
         Raises StorageError; then as `commit`.
         """
+        signatures = {ref.digest: self._put_signature(ref, bundle) for ref, bundle in bundles.items()}
+        with locked(self.path):
+            index = self.current_index()
+            if not signatures.keys() <= {held.digest for held in index.descriptors}:
+                raise StorageError(f"{self.path} was changed while an entry was signed; run it again")
+            old: dict[str, list[int]] = {digest: [] for digest in signatures}
+            for position, signed in enumerate(index.of_each(self._signed_entry)):
+                if signed in old:
+                    old[signed].append(position)
+            replaced = {index.descriptors[position].digest for positions in old.values() for position in positions}
+            changes = [(old[digest], new) for digest, new in signatures.items()]
+            self._write_index(index.replacing(changes), self._blobs_of(index, replaced))
+
+    def _put_signature(self, ref: EntryRef, bundle: bytes) -> oci.Descriptor:
         entry = oci.Descriptor(oci.MANIFEST_TYPE, ref.digest, ref.size)
         described = oci.Descriptor(oci.BUNDLE_TYPE, self._put(bundle), len(bundle))
         self._put(oci.EMPTY)
         manifest = oci.encode_signature_manifest(oci.SignatureManifest(described, entry))
-        tag = oci.signature_tag(ref.digest)
-        new = oci.Descriptor(oci.MANIFEST_TYPE, self._put(manifest), len(manifest), tag)
-        with locked(self.path):
-            index = self.current_index()
-            if ref.digest not in {held.digest for held in index.descriptors}:
-                raise StorageError(f"{self.path} was changed while an entry was signed; run it again")
-            old = self._signatures_of(index, {ref.digest})
-            left = self._blobs_of(index, {index.descriptors[position].digest for position in old})
-            self._write_index(index.replacing(old, new), left)
+        return oci.Descriptor(oci.MANIFEST_TYPE, self._put(manifest), len(manifest), oci.signature_tag(ref.digest))
 
-    def _signatures_of(self, index: oci.Index, entries: Collection[str]) -> list[int]:
-        """Positions of the signatures of entries. A signature that cannot be read is nobody's."""
-        positions = []
-        for position, held in enumerate(index.descriptors):
-            with suppress(CorruptArchiveError):
-                signature = self._signature(held)
-                if signature is not None and signature.entry.digest in entries:
-                    positions.append(position)
-        return positions
+    def _signed_entry(self, held: oci.Descriptor) -> str:
+        """The digest of the entry that a signature is of, else nothing. One that cannot be read is nobody's."""
+        with suppress(CorruptArchiveError):
+            signature = self._signature(held)
+            return signature.entry.digest if signature is not None else ""
+        return ""
 
     def discard(self) -> None:
         """Remove what was written since the last commit and no entry uses; after a commit there is nothing to do.
@@ -274,7 +278,10 @@ class Archive(Reader):
 
     def _referrers(self, index: oci.Index, manifests: Collection[str]) -> set[int]:
         """Positions of what says something about these manifests, such as a signature, and of what does about that."""
-        subjects = [self._subject(held) for held in index.descriptors]
+        subjects = [
+            found or oci.subject(None, held.tag)
+            for held, found in zip(index.descriptors, index.of_each(self._subject), strict=True)
+        ]
         about = set(manifests)
         while True:
             positions = {position for position, subject in enumerate(subjects) if subject in about}
@@ -284,24 +291,28 @@ class Archive(Reader):
             about |= found
 
     def _subject(self, held: oci.Descriptor) -> str | None:
-        try:
-            return oci.subject(self._listed(held), held.tag)
-        except CorruptArchiveError:
-            return oci.subject(None, held.tag)
+        with suppress(CorruptArchiveError):
+            return oci.subject(self._listed(held), None)
+        return None
+
+    def _names(self, index: oci.Index) -> list[str | None]:
+        """Of each descriptor the entry's name, None if it is none. Where it cannot be read, its tag is all there is."""
+        names = index.of_each(self._name)
+        return [held.tag if name == "" else name for held, name in zip(index.descriptors, names, strict=True)]
 
     def _name(self, held: oci.Descriptor) -> str | None:
-        """The name of the entry that `held` lists, if it is one. Where it cannot be read, its tag is all there is."""
+        """Empty for what cannot be read."""
         try:
             if self._manifest(held) is None:
                 return None
             return self.read_entry(EntryRef(held.tag, held.digest, held.size)).name
         except (CorruptArchiveError, UnsupportedFormatError):
-            return held.tag
+            return ""
 
     def _blobs_of(self, index: oci.Index, manifests: Collection[str]) -> set[str]:
         """Manifests that the index lists and the blobs they name; of damaged ones, nothing."""
         blobs: set[str] = set()
-        for held in index.descriptors:
+        for held in index.distinct:
             if held.digest in manifests:
                 with suppress(CorruptArchiveError):
                     names, _ = oci.references(self._listed(held), oci.blob_file(held.digest))

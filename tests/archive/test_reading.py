@@ -18,7 +18,7 @@ from graphpack.archive.collect import collect
 from graphpack.archive.lock import locked
 from graphpack.archive.store import Archive
 from graphpack.errors import CorruptArchiveError, GraphpackError, NotFoundError
-from tests.archive.build import blob_path, make_archive, make_record, read_index, read_manifest
+from tests.archive.build import blob_path, make_archive, make_record, read_index, write_index, read_manifest
 from tests.archive.signed import attach, bundle, canonical, digest_of, policy, statement, trust
 
 
@@ -73,6 +73,17 @@ def test_what_is_listed_very_often_is_read_once(archive: Path, monkeypatch: pyte
     for _ in range(100):
         reader.signatures(entry.ref)
     assert sum(read.values()) - once == 100, "of each, the bundle alone"
+    writer = Archive.existing(archive)
+    uses: dict[str, Callable[[], object]] = {
+        "sign": lambda: writer.add_signatures({entry.ref: bundle(canonical(statement(digest_of(archive), serial=6)))}),
+        "commit": lambda: writer.commit(entry.ref, "tiny", lambda _: None),
+        "remove": lambda: writer.remove(["tiny"]),
+    }
+    for name, use in uses.items():
+        write_index(archive, index)
+        read.clear()
+        use()
+        assert (name, len(read) > 3, max(read.values()) < 10) == (name, True, True), read
 
 
 @pytest.mark.parametrize(
@@ -224,7 +235,7 @@ def test_a_path_of_characters_that_no_path_has() -> None:
 
 def test_all_that_a_signature_names_is_there(archive: Path) -> None:
     writer = Archive.open(archive)
-    writer.add_signature(writer.entries()[0], bundle(canonical(statement(digest_of(archive)))))
+    writer.add_signatures({writer.entries()[0]: bundle(canonical(statement(digest_of(archive))))})
     (_, signature) = (entry["digest"] for entry in read_index(archive)["manifests"])
     manifest = json.loads(blob_path(archive, signature).read_bytes())
     for named in (manifest["config"], *manifest["layers"], manifest["subject"]):

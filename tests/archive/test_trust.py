@@ -349,7 +349,7 @@ def test_signing_again_replaces(archive: Path) -> None:
     opened = Archive.open(archive)
     (ref,) = opened.entries()
     for serial in (1, 2):
-        opened.add_signature(ref, bundle(canonical(statement(ref.digest, serial=serial))))
+        opened.add_signatures({ref: bundle(canonical(statement(ref.digest, serial=serial)))})
     assert [signed.statement.serial for signed in Archive.open(archive).signatures(ref)] == [2]
     tags = [held["annotations"]["org.opencontainers.image.ref.name"] for held in read_index(archive)["manifests"]]
     assert tags == ["tiny", f"sha256-{ref.digest}.graphpack-sig"]
@@ -361,7 +361,7 @@ def test_what_graphpack_writes_is_what_the_format_says(archive: Path, tmp_path: 
     signature = bundle(canonical(statement(digest_of(archive))))
     attached = attach(archive, signature)
     opened = Archive.open(tmp_path / "other")
-    opened.add_signature(opened.entries()[0], signature)
+    opened.add_signatures({opened.entries()[0]: signature})
     assert read_index(tmp_path / "other")["manifests"][1]["digest"] == f"sha256:{attached}"
     assert blob_path(tmp_path / "other", attached).read_bytes() == blob_path(archive, attached).read_bytes()
 
@@ -385,10 +385,10 @@ def test_an_entry_that_went_while_it_was_signed(archive: Path) -> None:
     index = read_index(archive)
     write_index(archive, {**index, "manifests": []})
     with pytest.raises(GraphpackError, match="was changed while an entry was signed") as caught:
-        opened.add_signature(ref, bundle(canonical(statement(ref.digest))))
+        opened.add_signatures({ref: bundle(canonical(statement(ref.digest)))})
     assert caught.value.code == 12
     write_index(archive, index)
-    opened.add_signature(ref, bundle(canonical(statement(ref.digest))))
+    opened.add_signatures({ref: bundle(canonical(statement(ref.digest)))})
 
 
 def test_without_the_library_nothing_is_trusted(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:

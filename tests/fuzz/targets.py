@@ -127,7 +127,7 @@ def take_index(data: bytes) -> None:
 
 def _index(data: bytes) -> None:
     index = oci.decode_index(data)
-    again = index.replacing([0], oci.Descriptor(oci.MANIFEST_TYPE, "1" * 64, 1, "tag"))
+    again = index.replacing([([0], oci.Descriptor(oci.MANIFEST_TYPE, "1" * 64, 1, "tag"))])
     assert oci.decode_index(codec.encode_json(again.document)) == again
 
 

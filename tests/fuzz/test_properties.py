@@ -139,7 +139,7 @@ def test_an_index_keeps_what_others_put_there(
         raw["digest"].removeprefix("sha256:") for raw in descriptors
     ]
     new = oci.Descriptor(oci.MANIFEST_TYPE, digest, 7, tag)
-    changed = oci.decode_index(codec.encode_json(index.replacing([0], new).document))
+    changed = oci.decode_index(codec.encode_json(index.replacing([([0], new)]).document))
     assert changed.descriptors[0].digest == digest
     assert [found.tag for found in changed.descriptors].count(tag) == 1
     assert [found.digest for found in changed.descriptors[1:]] == [found.digest for found in index.descriptors[1:]]
