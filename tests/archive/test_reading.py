@@ -18,7 +18,7 @@ from graphpack.archive.collect import collect
 from graphpack.archive.lock import locked
 from graphpack.archive.store import Archive
 from graphpack.errors import CorruptArchiveError, GraphpackError, NotFoundError
-from tests.archive.build import blob_path, make_archive, make_record, read_index, write_index, read_manifest
+from tests.archive.build import blob_path, make_archive, make_record, read_index, read_manifest, write_index
 from tests.archive.signed import attach, bundle, canonical, digest_of, policy, statement, trust
 
 
