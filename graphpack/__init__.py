@@ -105,8 +105,17 @@ def save(
     from pathlib import Path
 
     from graphpack import capture
+    from graphpack.arguments import NUMBERS, PATH, TEXT, check_arguments, optional
     from graphpack.results import SaveRequest, SilentObserver
 
+    check_arguments(
+        model=(model, PATH),
+        archive=(archive, PATH),
+        name=(name, optional(TEXT)),
+        device=(device, TEXT),
+        batch_sizes=(batch_sizes, NUMBERS),
+        seq_lens=(seq_lens, NUMBERS),
+    )
     request = SaveRequest(
         model=str(model),
         archive=Path(archive),
@@ -150,7 +159,9 @@ def load(
     from pathlib import Path
 
     from graphpack import opening
+    from graphpack.arguments import PATH, TEXT, check_arguments, optional
 
+    check_arguments(archive=(archive, PATH), device=(device, optional(TEXT)))
     with opening.begun(Path(archive), device):
         from graphpack.results import LoadRequest
 
@@ -175,8 +186,10 @@ def inspect(archive: AnyPath, name: str | None = None) -> dict[str, Any]:
     from pathlib import Path
 
     from graphpack import documents
+    from graphpack.arguments import PATH, TEXT, check_arguments, optional
     from graphpack.trust_settings import find_policy
 
+    check_arguments(archive=(archive, PATH), name=(name, optional(TEXT)))
     names = () if name is None else (name,)
     document = documents.inspect(Path(archive), names, find_policy(), graphs=True, kernels=True)
     if document.refusal is not None:
@@ -189,7 +202,9 @@ def open_archive(archive: AnyPath) -> Archive:
     from pathlib import Path
 
     from graphpack.archive.store import Archive
+    from graphpack.arguments import PATH, check_arguments
 
+    check_arguments(archive=(archive, PATH))
     return Archive.open(Path(archive))
 
 

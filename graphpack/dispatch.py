@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -32,6 +32,24 @@ def choose(buckets: Iterable[Bucket], rows: int, length: int, policy: str) -> Bu
         and bucket.seq_len >= length
     ]
     return min(fitting, default=None)
+
+
+def no_bucket(buckets: Iterable[Bucket], rows: int, length: int, policy: str) -> InputError:
+    """What a step is told that `choose` found nothing for."""
+    message = f"no captured bucket fits {rows} rows up to position {length - 1} (policy {policy})"
+    return InputError(message, [_problem(buckets, f"{rows}x{length}")])
+
+
+def check_captured(bucket: object, buckets: Sequence[Bucket], entry: str) -> None:
+    """Raise InputError for what is none of the buckets of an entry."""
+    if not isinstance(bucket, Bucket) or bucket not in buckets:
+        error = InputError(f"no graph was captured for bucket {bucket}", [_problem(buckets, str(bucket))])
+        raise error.about(entry, bucket)
+
+
+def _problem(buckets: Iterable[Bucket], here: str) -> Problem:
+    hint = "call with a captured size, or save with larger --batch-sizes/--seq-lens"
+    return Problem("bucket", ", ".join(map(str, buckets)), here, hint)
 
 
 def padded(values: np.ndarray, spec: TensorSpec, batch: int) -> np.ndarray:

@@ -89,8 +89,8 @@ class ModelPool:
         """
         if keep is not None:
             check_choice("keep", keep, KEEPS)
-        if alias is not None and (type(alias) is not str or not alias):
-            raise UsageError("no model has such a name", [Problem("alias", here=shown(alias), hint="give a text")])
+        if alias is not None:
+            _check_name("alias", alias)
         request = LoadRequest.of(archive, name, **options)
         if request.bind:
             raise UsageError("memory of the caller cannot sleep", [Problem("bind", hint="load it outside of the pool")])
@@ -182,6 +182,7 @@ class ModelPool:
 
     def _find(self, name: str) -> _Member:
         self._require_open()
+        _check_name("name", name)
         if name not in self._members:
             close = difflib.get_close_matches(name, self._members, n=1)
             hint = f"did you mean {close[0]}?" if close else "load it first"
@@ -194,6 +195,11 @@ class ModelPool:
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("the pool was closed")
+
+
+def _check_name(what: str, name: object) -> None:
+    if type(name) is not str or not name:
+        raise UsageError("no model has such a name", [Problem(what, here=shown(name), hint="give a text")])
 
 
 def _check_bytes(budgets: dict[str, int | None]) -> None:

@@ -12,8 +12,9 @@ import numpy as np
 
 from graphpack import logs
 from graphpack.archive.record import Graph, Record
+from graphpack.arguments import BY_NAME, SECONDS, TEXT, check_arguments
 from graphpack.backends import KEEPS, Executable, Memory
-from graphpack.dispatch import FALLBACKS, POLICIES, check_choice, choose, padded
+from graphpack.dispatch import FALLBACKS, POLICIES, check_captured, check_choice, choose, no_bucket, padded
 from graphpack.errors import (
     AsleepError,
     ClosedError,
@@ -27,7 +28,7 @@ from graphpack.graph import Bucket, TensorSpec
 from graphpack.inputs import arrays_of, check_inputs, length_of, row_count, with_rows
 from graphpack.models.locate import Located
 from graphpack.results import BenchRow, LoadedEntry, Stats, VerifiedBucket
-from graphpack.slots import Slots
+from graphpack.slots import Slots, check_made_of_slots
 from graphpack.tensor import Tensor
 from graphpack.trials import bench_graphs, verify_graphs
 from graphpack.weight_update import plan_update
@@ -122,10 +123,7 @@ class RestoredModel:
             if bucket is None and fallback == "eager" and rows:
                 return self._step_eagerly(given, rows, length, policy)
             if bucket is None:
-                raise InputError(
-                    f"no captured bucket fits {rows} rows up to position {length - 1} (policy {policy})",
-                    [self._buckets_problem(f"{rows}x{length}")],
-                ).about(self.record.entry.name, f"{rows}x{length}")
+                raise no_bucket(self.buckets, rows, length, policy).about(self.record.entry.name, f"{rows}x{length}")
             graph, executable = self._graphs[bucket]
             self._check([with_rows(spec, rows) for spec in graph.inputs], given, f"{rows}x{length}")
             filled = {spec.name: padded(given[spec.name], spec, bucket.batch_size) for spec in graph.inputs}
@@ -179,9 +177,8 @@ class RestoredModel:
         """
         with self._lock:
             self._require_open()
-            if bucket not in self._graphs:
-                error = InputError(f"no graph was captured for bucket {bucket}", [self._buckets_problem(str(bucket))])
-                raise error.about(self.record.entry.name, bucket)
+            check_captured(bucket, self.buckets, self.record.entry.name)
+            check_arguments(InputError, inputs=(inputs, BY_NAME))
             graph, executable = self._graphs[bucket]
             given = arrays_of(inputs)
             self._check(graph.inputs, given, bucket, scratch_allowed=True)
@@ -196,6 +193,7 @@ class RestoredModel:
         """A state region such as `kv.0.key`: on cpu its memory, on cuda a copy of it."""
         with self._lock:
             self._require_open()
+            check_arguments(InputError, name=(name, TEXT))
             specs = {spec.name: spec for graph, _ in self._graphs.values() for spec in graph.state}
             if name not in specs:
                 raise InputError(f"no state is called {name!r}", [Problem(name, ", ".join(specs))])
@@ -214,9 +212,7 @@ class RestoredModel:
                 self._slots.clear()
             else:
                 self._check_slots()
-                if not 0 <= slot < self.slots:
-                    raise InputError(f"no such slot: {slot}", [Problem("slot", f"0 to {self.slots - 1}", str(slot))])
-                self._memory.reset_slot(slot)
+                self._memory.reset_slot(self._slots.find(slot))
 
     def assign(self) -> int:
         """A free slot for a row that joins, its state zero; it is taken until `release` or `reset`.
@@ -249,12 +245,16 @@ class RestoredModel:
                 sides = self.record.weights.root[:12], f"{self.weights.root[:12]}, updated"
                 problem = Problem("weights.root", *sides, "load the entry again")
                 raise WeightsMismatchError("goldens are of the weights that were saved", [problem])
+            check_arguments(InputError, goldens=(goldens, BY_NAME))
+            for bucket in goldens:
+                check_captured(bucket, self.buckets, self.record.entry.name)
             return verify_graphs(self.record.entry.name, self._graphs, self._memory, goldens)
 
     def bench(self, seconds: float = 1.0) -> list[BenchRow]:
         """Time steps of every bucket for about `seconds` each, at position 0, leaving the state zeroed."""
         with self._lock:
             self._require_open()
+            check_arguments(InputError, seconds=(seconds, SECONDS))
             return bench_graphs(self._graphs, self._memory, seconds)
 
     @property
@@ -315,6 +315,7 @@ class RestoredModel:
         """
         with self._lock:
             self._require_open()
+            check_arguments(InputError, tensors=(tensors, BY_NAME))
             bound = self._memory.bound
             update = plan_update(self.record, self.weights, tensors, bound, constants_hold=constants_hold)
             self.updated = self.updated or bool(update.values)
@@ -372,19 +373,7 @@ class RestoredModel:
 
     def _check_slots(self) -> None:
         self._require_decode()
-        slots = self.record.settings.slots
-        problems = [
-            Problem(spec.name, f"shape {list(spec.shape)}", f"{slots} slots, the scratch slot among them")
-            for spec in next(iter(self._graphs.values()))[0].state
-            if spec.shape[:1] != (slots,)
-        ]
-        if problems:
-            raise InputError("the state of this entry is not made of slots; call reset for all of it", problems)
-
-    def _buckets_problem(self, here: str) -> Problem:
-        captured = ", ".join(map(str, self.buckets))
-        hint = "call with a captured size, or save with larger --batch-sizes/--seq-lens"
-        return Problem("bucket", captured, here, hint)
+        check_made_of_slots(next(iter(self._graphs.values()))[0].state, self.record.settings.slots)
 
     def _require_open(self) -> None:
         self._refuse_closed()

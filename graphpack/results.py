@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
+from graphpack.arguments import ADDRESSES, PATH, PATHS, TEXT, TEXTS, check_arguments, optional
 from graphpack.errors import GraphpackError, Problem, UsageError
 from graphpack.graph import Bucket
 from graphpack.schema import shown
@@ -114,16 +115,27 @@ class LoadRequest:
         name: str | None,
         *,
         weights: AnyPath | None = None,
+        device: str | None = None,
         allow: Collection[str] = (),
         trusted_keys: Collection[AnyPath] = (),
         bind: Mapping[str, int] | None = None,
         **others: Any,
     ) -> Self:
-        """What `graphpack.load` is asked to do."""
+        """What `graphpack.load` is asked to do. Raises UsageError."""
+        check_arguments(
+            archive=(archive, PATH),
+            name=(name, optional(TEXT)),
+            weights=(weights, optional(PATH)),
+            device=(device, optional(TEXT)),
+            allow=(allow, TEXTS),
+            trusted_keys=(trusted_keys, PATHS),
+            bind=(bind, optional(ADDRESSES)),
+        )
         return cls(
             archive=Path(archive),
             names=() if name is None else (name,),
             weights={} if weights is None else {None: Path(weights)},
+            device=device,
             allow=frozenset(allow),
             trusted_keys=tuple(Path(key) for key in trusted_keys),
             bind=bind or {},

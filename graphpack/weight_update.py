@@ -89,7 +89,9 @@ def _derived(record: Record) -> Iterator[Problem]:
             yield Problem(shown(region.name), "a constant", "may have been computed from the weights", hint)
 
 
-def _unknown(name: str, record: Record, rows: Mapping[str, WeightTensor]) -> Problem:
+def _unknown(name: object, record: Record, rows: Mapping[str, WeightTensor]) -> Problem:
+    if not isinstance(name, str):
+        return Problem(shown(name), here="no weight of this name", hint="a name is a text")
     if any(region.name == name and region.kind != "weight" for region in record.layout.regions):
         return Problem(shown(name), here="not a weight", hint="only tensors of the checkpoint can be updated")
     close = difflib.get_close_matches(name, rows, n=1)

@@ -20,7 +20,7 @@ LONGEST_MODULE = 400
 # A module imports only what stands before it.
 ORDER = """
     errors elf words process jobs logs
-    schema dtypes graph results stages convert home interpreter
+    schema arguments dtypes graph results stages convert home interpreter
     configuration configuration.yaml_file configuration.keys configuration.reader configuration.environment
     configuration.config
     archive archive.glance archive.record archive.codec archive.limits archive.oci archive.owner archive.files

@@ -104,7 +104,8 @@ class Index:
 
         Those at the positions `dropped` go as well.
         """
-        places = {min(old): new for old, new in changes if old}
+        last = len(self.document["manifests"])
+        places = {min(old, default=last): new for old, new in changes}
         gone = {*dropped, *(position for old, _ in changes for position in old)}
         tags = {new.tag for _, new in changes}
         manifests = []
@@ -113,7 +114,7 @@ class Index:
                 manifests.append(_descriptor_document(places[position]))
             if position not in gone:
                 manifests.append(_without_tag(raw, tags))
-        manifests += [_descriptor_document(new) for old, new in changes if not old]
+        manifests += [_descriptor_document(new) for old, new in changes if min(old, default=last) >= last]
         return parse_index({**self.document, "manifests": manifests})
 
     def without(self, old: Collection[int]) -> Index:

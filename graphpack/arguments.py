@@ -1,0 +1,77 @@
+"""Of which kind the arguments of a call have to be: what is of another is refused before anything is done."""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from graphpack.errors import Problem, UsageError
+from graphpack.schema import shown
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What an argument may be, in words, and whether a value is that."""
+
+    words: str
+    fits: Callable[[Any], bool]
+
+
+def optional(kind: Kind) -> Kind:
+    return Kind(f"{kind.words}, or None", lambda value: value is None or kind.fits(value))
+
+
+def whole(value: Any) -> int | None:
+    """The whole number that a value is, be it numpy's; None for all else, truth values among it."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_path(value: Any) -> bool:
+    return _is_text(value) or (isinstance(value, os.PathLike) and _is_text(os.fspath(value)))
+
+
+def _many(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """A single text is none of many texts, though it could be read letter by letter."""
+    return lambda value: (
+        isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping) and all(map(fits, value))
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is not bool and isinstance(value, Real) and math.isfinite(value)
+
+
+TEXT = Kind("a text", _is_text)
+PATH = Kind("a path", _is_path)
+TEXTS = Kind("a list of texts", _many(_is_text))
+PATHS = Kind("a list of paths", _many(_is_path))
+NUMBERS = Kind("a list of whole numbers", _many(_is_number))
+SECONDS = Kind("a number from 0 on", lambda value: _is_number(value) and value >= 0)
+BY_NAME = Kind("a mapping from names", lambda value: isinstance(value, Mapping))
+ADDRESSES = Kind(
+    "a mapping from names to addresses",
+    lambda value: isinstance(value, Mapping) and all(map(_is_text, value)) and None not in map(whole, value.values()),
+)
+
+
+def check_arguments(error: type[UsageError] = UsageError, /, **given: tuple[Any, Kind]) -> None:
+    """Raise `error` with every argument that is not of its kind."""
+    problems = [
+        Problem(name, here=f"{type(value).__name__} {shown(value)}", hint=f"give {kind.words}")
+        for name, (value, kind) in given.items()
+        if not kind.fits(value)
+    ]
+    if problems:
+        raise error("an argument is of another kind than the call takes", problems)
