@@ -40,7 +40,8 @@ class _Member:
 
 
 class ModelPool:
-    """Models by name; a context manager. Calls may come from any thread, and wait for each other.
+    """Models by name; a context manager. Calls may come from any thread, and wait for each other. Its models sleep and
+    wake with it alone, so that its budgets hold.
 
     `budget` is how many bytes of each device's memory the models on it may take together: to wake one, those sleep that
     were switched to the longest ago. Without it a model sleeps only when it is told to. `host_budget` is how many bytes
@@ -104,6 +105,7 @@ class ModelPool:
 
             model = opening.load_only(request, make_room=make_room)
             ((chosen, place),) = found
+            model.pool = self
             self._members[chosen] = _Member(model, place)
             return model
 
@@ -122,7 +124,7 @@ class ModelPool:
                 member.model.check_wake(sum(rooms[sleeper].bytes for sleeper in sleepers))
                 for sleeper in sleepers:
                     self._put_to_sleep(sleeper)
-                member.model.wake()
+                member.model.wake(by=self)
             self._members[name] = self._members.pop(name)
             return member.model
 
@@ -172,7 +174,7 @@ class ModelPool:
             place = member.place
             keep = where_kept(name, "host", place.room.device, place.weights, self._held(), self._host_budget)
             member = self._members[name] = replace(member, place=replace(place, keep=keep))
-        member.model.sleep(member.place.keep)
+        member.model.sleep(member.place.keep, by=self)
 
     def _rooms(self) -> dict[str, Room]:
         return {name: member.place.room for name, member in self._members.items() if member.model.awake}

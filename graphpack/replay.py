@@ -21,6 +21,7 @@ from graphpack.errors import (
     EnvironmentMismatchError,
     InputError,
     Problem,
+    UsageError,
     WeightsMismatchError,
 )
 from graphpack.golden import Golden, is_decode
@@ -66,6 +67,8 @@ class RestoredModel:
         self._padded_rows = self._fallbacks = 0
         self._lock = threading.Lock()
         self._closed = self._asleep = False
+        self.pool: object = None
+        """The pool that alone lets it sleep and wake, if it is in one."""
         self.weights = record.weights
         """What the weights are now: the recorded ones, until `update_weights`."""
         self.updated = False
@@ -262,7 +265,7 @@ class RestoredModel:
         """Whether it can be used: neither asleep nor closed."""
         return not (self._asleep or self._closed)
 
-    def sleep(self, keep: str = "host") -> None:
+    def sleep(self, keep: str = "host", *, by: object = None) -> None:
         """Give the memory of the device back until `wake`, once a step that runs has ended. Addresses and graphs stay,
         state does not, and no slot is assigned any more. Sleeping twice is fine.
 
@@ -270,11 +273,12 @@ class RestoredModel:
         CPU, weights that are kept in memory of the host stay where they are.
 
         Raises WeightsMismatchError for weights that were updated and would be lost, StorageError if the host has too
-        little memory for them.
+        little memory for them, UsageError for a model of a pool, unless it is asked for `by` that.
         """
         check_choice("keep", keep, KEEPS)
         with self._lock:
             self._refuse_closed()
+            self._refuse_others(by, "let it sleep there: ModelPool.sleep")
             if self._asleep:
                 return
             if keep == "disk" and self.updated:
@@ -291,14 +295,15 @@ class RestoredModel:
             self._refuse_closed()
             self._memory.check_wake(freed)
 
-    def wake(self) -> None:
+    def wake(self, *, by: object = None) -> None:
         """Undo `sleep`: graphs give the very bits they gave before, from state that is zero.
 
         Raises StorageError if the device has too little memory, WeightsMismatchError if weights are to be read again
-        and the checkpoint has changed; the model sleeps on then.
+        and the checkpoint has changed, UsageError as `sleep`; the model sleeps on then.
         """
         with self._lock:
             self._refuse_closed()
+            self._refuse_others(by, "switch to it: ModelPool.switch")
             if self._asleep:
                 self._memory.wake()
                 self._asleep = False
@@ -380,6 +385,11 @@ class RestoredModel:
         if self._asleep:
             problem = Problem("model", here="asleep", hint="switch to it first: ModelPool.switch, or wake it")
             raise AsleepError(f"entry '{self.record.entry.name}' is asleep", [problem])
+
+    def _refuse_others(self, asking: object, hint: str) -> None:
+        if self.pool is not None and asking is not self.pool:
+            problem = Problem("model", here="in a pool, whose budgets it counts to", hint=hint)
+            raise UsageError(f"entry '{self.record.entry.name}' sleeps and wakes with its pool alone", [problem])
 
     def _refuse_closed(self) -> None:
         if self._closed:

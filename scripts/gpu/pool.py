@@ -119,7 +119,7 @@ def _from_disk(made: library.ModelPool, names: list[str], expected: dict[str, by
     name = names[0]
     seconds = []
     for _ in range(3):
-        made.switch(name).sleep("disk")
+        made.switch(name).sleep("disk", by=made)
         seconds.append(_timed(made.switch, name))
         expect(_steps(made.switch(name)) == expected[name], "other bits from the disk")
     report.put("wake from the page cache, GB/s", [_weights(made.switch(name)) / each / 1e9 for each in seconds])

@@ -262,6 +262,33 @@ def test_a_sleeping_model_cannot_be_used(pool: ModelPool, use: str) -> None:
     pool.switch("mapped").step([1], [0])
 
 
+def test_a_model_does_not_wake_or_sleep_behind_its_pool(pool: ModelPool) -> None:
+    """Else two would be awake where the budget has room for one, and their weights beyond what the host's has."""
+    sleeper, awake = pool.switch("mapped"), pool.switch("copied")
+    here = "\n  model: here in a pool, whose budgets it counts to\n    -> "
+    asked: list[tuple[Callable[[], object], str]] = [
+        (sleeper.wake, "switch to it: ModelPool.switch"),
+        (awake.sleep, "let it sleep there: ModelPool.sleep"),
+        (lambda: awake.sleep("disk", by=object()), "let it sleep there: ModelPool.sleep"),
+    ]
+    for call, hint in asked:
+        with pytest.raises(UsageError) as refused:
+            call()
+        assert str(refused.value) == f"entry 'tiny-llama' sleeps and wakes with its pool alone{here}{hint}"
+        assert pool.awake == ("copied",)
+    assert pool.switch("mapped") is sleeper
+    pool.sleep("mapped")
+    assert pool.awake == ()
+
+
+def test_a_model_without_a_pool_sleeps_and_wakes(decoder: Path) -> None:
+    with graphpack.load(decoder) as model:
+        expected = logits(model)
+        model.sleep()
+        model.wake()
+        assert logits(model) == expected
+
+
 def test_names_there_are_not(pool: ModelPool) -> None:
     for call in (pool.switch, pool.sleep, pool.remove):
         with pytest.raises(NotFoundError) as refused:
@@ -293,6 +320,16 @@ def test_a_name_that_is_none(pool: ModelPool, decoder: Path, alias: Any) -> None
     with pytest.raises(UsageError) as refused:
         pool.load(decoder, alias=alias)
     assert str(refused.value) == f"no model has such a name\n{_alias(alias)}    -> give a text"
+    assert pool.names == ("mapped", "copied")
+
+
+@pytest.mark.parametrize("name", [None, "", 1.5, [1]])
+def test_a_model_cannot_be_asked_for_by_what_is_no_name(pool: ModelPool, name: Any) -> None:
+    for call in (pool.switch, pool.sleep, pool.remove):
+        with pytest.raises(UsageError) as refused:
+            call(name)
+        here = f": here {name}" if name != "" else ""
+        assert str(refused.value) == f"no model has such a name\n  name{here}\n    -> give a text"
     assert pool.names == ("mapped", "copied")
 
 

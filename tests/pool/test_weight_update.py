@@ -110,7 +110,7 @@ def test_updated_weights_are_there_after_sleep(
         model = pool.load(decoder, weights=checkpoint, keep="disk")
         model.update_weights(new)
         with pytest.raises(WeightsMismatchError) as refused:
-            model.sleep("disk")
+            model.sleep("disk", by=pool)
         assert str(refused.value) == (
             "updated weights cannot be read from the checkpoint again\n"
             "  keep: here disk\n    -> keep them in memory of the host: keep='host'"

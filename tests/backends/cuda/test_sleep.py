@@ -142,8 +142,8 @@ def test_weights_are_copied_to_the_host_once(archive: Path, checkpoint: Path, dr
         assert driver.calls["register_host"] == locked
         assert set(driver.locked) == locked_by(pool)
         for model in (member.model for member in pool._members.values()):
-            model.wake()
-            model.sleep("disk")
+            model.wake(by=pool)
+            model.sleep("disk", by=pool)
         assert driver.locked == {}, "from the disk they are read again, and need no copy"
     assert driver.held() == {}
 
