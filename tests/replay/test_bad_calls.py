@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import graphpack
-from graphpack import ClosedError, InputError
+from graphpack import ClosedError, InputError, UsageError
 from graphpack.graph import Bucket
 from graphpack.replay import RestoredModel
 from tests.replay.eager import Eager
@@ -275,6 +275,117 @@ def test_an_unknown_state_is_refused_with_the_names_there_are(restored: Restored
     assert str(refusal.value) == (
         "no state is called 'kv.2.key'\n  kv.2.key: archived kv.0.key, kv.0.value, kv.1.key, kv.1.value"
     )
+
+
+def kind(name: str, here: str, hint: str) -> str:
+    return f"an argument is of another kind than the call takes\n  {name}: here {here}\n    -> give {hint}"
+
+
+def no_slot(here: str) -> str:
+    return f"no such slot: {here}\n  slot: archived 0 to 3, here {here}"
+
+
+def not_assigned(here: str) -> str:
+    return f"slot {here} is not assigned\n  assigned slots: here 0"
+
+
+def not_updated(name: str, here: str, hint: str) -> str:
+    return f"no weight of entry 'tiny-llama' was updated\n  {name}: here {here}\n    -> {hint}"
+
+
+def not_captured(here: str) -> str:
+    return f"no graph was captured for bucket {here}\n  bucket: archived {SIZES}, here {here}\n{ADVICE}"
+
+
+A_NUMBER = "a number from 0 on"
+A_MAPPING = "a mapping from names"
+OF_ANOTHER_KIND: dict[str, tuple[str, tuple[Any, ...], str]] = {
+    "reset a text": ("reset", ("x",), no_slot("x")),
+    "reset a fraction": ("reset", (1.5,), no_slot("1.5")),
+    "reset a truth value": ("reset", (True,), no_slot("True")),
+    "reset a list": ("reset", ([1],), no_slot("[1]")),
+    "reset a slot there is not": ("reset", (4,), no_slot("4")),
+    "release a list": ("release", ([1],), not_assigned("[1]")),
+    "release a fraction": ("release", (0.0,), not_assigned("0.0")),
+    "release a truth value": ("release", (False,), not_assigned("False")),
+    "state of a list": ("state", ([1],), kind("name", "list [1]", "a text")),
+    "state of nothing": ("state", (None,), kind("name", "NoneType None", "a text")),
+    "bench a text": ("bench", ("x",), kind("seconds", "str x", A_NUMBER)),
+    "bench no number": ("bench", (float("nan"),), kind("seconds", "float nan", A_NUMBER)),
+    "bench for ever": ("bench", (float("inf"),), kind("seconds", "float inf", A_NUMBER)),
+    "bench less than nothing": ("bench", (-1,), kind("seconds", "int -1", A_NUMBER)),
+    "verify a list": ("verify", ([1],), kind("goldens", "list [1]", A_MAPPING)),
+    "verify what was not captured": ("verify", ({"1x64": None},), not_captured("1x64")),
+    "replay a list": ("replay", ([1], {}), not_captured("[1]")),
+    "replay of arrays": ("replay", (np.zeros(2), {}), not_captured("[0. 0.]")),
+    "replay with a list": ("replay", (Bucket(4, 64), [1]), kind("inputs", "list [1]", A_MAPPING)),
+    "update of a list": ("update_weights", ([1],), kind("tensors", "list [1]", A_MAPPING)),
+    "update of a number": ("update_weights", ({1: 2},), not_updated("1", "no weight of this name", "a name is a text")),
+    "update of bytes": (
+        "update_weights",
+        ({b"a": 2},),
+        not_updated("b'a'", "no weight of this name", "a name is a text"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OF_ANOTHER_KIND)
+def test_arguments_of_another_kind(case: str, restored: RestoredModel, good: Callable[[], None]) -> None:
+    method, arguments, message = OF_ANOTHER_KIND[case]
+    restored.reset()
+    restored.assign()
+    with pytest.raises(InputError) as refusal:
+        getattr(restored, method)(*arguments)
+    assert str(refusal.value) == message
+    zero: Any = np.int64(0)
+    restored.release(zero)
+    restored.reset(zero)
+    assert restored.bench(zero)
+    good()
+
+
+LOADS: dict[str, tuple[Any, str]] = {
+    "archive": (None, kind("archive", "NoneType None", "a path")),
+    "name": (1.5, kind("name", "float 1.5", "a text, or None")),
+    "weights": (b"a", kind("weights", "bytes b'a'", "a path, or None")),
+    "device": (1, kind("device", "int 1", "a text, or None")),
+    "allow": ("torch", kind("allow", "str torch", "a list of texts")),
+    "trusted_keys": ([1], kind("trusted_keys", "list [1]", "a list of paths")),
+    "bind": ({"a": "b"}, kind("bind", "dict {'a': 'b'}", "a mapping from names to addresses, or None")),
+}
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_loads_with_arguments_of_another_kind(name: str, decoder: Path) -> None:
+    value, message = LOADS[name]
+    calls: list[Callable[..., Any]] = [graphpack.load, graphpack.ModelPool().load]
+    if name in ("archive", "name"):
+        calls.append(graphpack.inspect)
+    if name == "archive":
+        calls.append(graphpack.open_archive)
+    for call in calls:
+        with pytest.raises(UsageError) as refusal:
+            call(**{"archive": decoder, name: value})
+        assert str(refusal.value) == message
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("model", None, kind("model", "NoneType None", "a path")),
+        ("archive", 1, kind("archive", "int 1", "a path")),
+        ("name", 1, kind("name", "int 1", "a text, or None")),
+        ("device", None, kind("device", "NoneType None", "a text")),
+        ("batch_sizes", 4, kind("batch_sizes", "int 4", "a list of whole numbers")),
+        ("seq_lens", ["a", 1], kind("seq_lens", "list ['a', 1]", "a list of whole numbers")),
+    ],
+)
+def test_saves_with_arguments_of_another_kind(name: str, value: Any, message: str, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"model": "tiny-llama", "archive": tmp_path / "none", name: value}
+    with pytest.raises(UsageError) as refusal:
+        graphpack.save(**given)
+    assert str(refusal.value) == message
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_closed_model_refuses_everything_and_closes_twice(decoder: Path) -> None:
