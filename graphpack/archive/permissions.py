@@ -97,7 +97,7 @@ class Permissions:
         self._owners[foreign] += 1
         _mark(self._foreign, name, foreign)
         _mark(self._writable, name, status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
-        _mark(self._linked, name, status.st_nlink - 1 if stat.S_ISREG(status.st_mode) else 0)
+        _mark(self._linked, name, int(stat.S_ISREG(status.st_mode) and status.st_nlink > 1))
 
 
 def _mark(found: dict[str, int], name: str, value: int) -> None:

@@ -141,6 +141,17 @@ def test_hard_links(archive: Path, tmp_path: Path) -> None:
     assert len(trust(archive, policy()).notes) == 1
 
 
+def test_a_file_that_was_replaced_after_it_was_opened_is_no_hard_link(archive: Path) -> None:
+    opened = Archive.open(archive)
+    data = (archive / "index.json").read_bytes()
+    with (archive / "index.json").open("rb") as stream:
+        (archive / "index.json").unlink()
+        (archive / "index.json").write_bytes(data)
+        gone = os.fstat(stream.fileno())
+    assert gone.st_nlink == 0
+    assert Permissions(archive, os.geteuid()).check({**opened.opened, "index.json": gone}) == []
+
+
 @pytest.mark.parametrize("name", ["index.json", "blobs", "blobs/sha256", "manifest"])
 def test_symbolic_links_are_no_archive_whoever_signed_it(archive: Path, tmp_path: Path, name: str) -> None:
     signed_with(archive)
