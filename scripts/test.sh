@@ -5,7 +5,8 @@ cd "$(dirname "$0")/.."
 . scripts/setup.sh test
 
 log="$(mktemp)"
-trap 'rm -f "$log"' EXIT
+types="$(mktemp)"
+trap 'rm -f "$log" "$types"' EXIT
 
 step() {
     echo "== $*"
@@ -14,9 +15,14 @@ step() {
 
 step ruff check .
 step ruff format --check .
-step mypy
+# For most of its time mypy keeps one processor busy, and the first tests are saves, which wait for compilers.
+mypy >"$types" 2>&1 &
+checking=$!
 # Each process begins with a part of its own, so that they seldom wait for the same archive to be saved.
 step pytest -n "${TEST_PROCESSES:-2}" --dist worksteal --cov --cov-report= "$@" | tee "$log"
+echo "== mypy"
+wait "$checking" || { cat "$types"; exit 1; }
+cat "$types"
 # What decides whether to trust an archive is tested line by line and branch by branch.
 step coverage report --precision=1 --fail-under=97 --include='graphpack/archive/*'
 step coverage report --precision=1 --fail-under=95 --include='graphpack/identity/*'
