@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @contextmanager
 def begun(archive: Path, device: str | None) -> Iterator[None]:
     """What a load begins with, before even its request can be made: the device that this archive seems to need starts
-    in a thread. It may begin twice, one in the other."""
+    in a thread."""
     with collector_paused(), ExitStack() as held:
         for backend, blob_type in BLOB_TYPES.items():
             if mentions(archive, blob_type):
@@ -47,17 +47,16 @@ def load_only(
     request: LoadRequest, observer: Observer | None = None, make_room: MakeRoom | None = None
 ) -> RestoredModel:
     """Restore the one entry of a request, which may leave its name out where the archive has no other; `make_room` is
-    called before it takes memory.
+    called before it takes memory. It must have `begun`.
 
     Raises UsageError naming the entries if there are several; else as `load`.
     """
-    with begun(request.archive, request.device):
-        archive, entries = _open(request)
-        if len(entries) != 1:
-            names = ", ".join(entry.record.entry.name for entry in entries)
-            raise UsageError(f"name one of the archive's {len(entries)} entries: {names}")
-        (model,) = _restored(archive, entries, request, observer, make_room)
-        return model
+    archive, entries = _open(request)
+    if len(entries) != 1:
+        names = ", ".join(entry.record.entry.name for entry in entries)
+        raise UsageError(f"name one of the archive's {len(entries)} entries: {names}")
+    (model,) = _restored(archive, entries, request, observer, make_room)
+    return model
 
 
 def _open(request: LoadRequest) -> tuple[Archive, Sequence[Entry]]:

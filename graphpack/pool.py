@@ -103,7 +103,8 @@ class ModelPool:
                 chosen = alias or record.entry.name
                 found.append((chosen, self._make_room(chosen, record, room, keep)))
 
-            model = opening.load_only(request, make_room=make_room)
+            with opening.begun(request.archive, request.device):
+                model = opening.load_only(request, make_room=make_room)
             ((chosen, place),) = found
             model.pool = self
             self._members[chosen] = _Member(model, place)

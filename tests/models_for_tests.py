@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 from graphpack.graph import Bucket, TensorSpec
 
@@ -104,7 +104,7 @@ class FunctionalDropout(_Culprit):
         return nn.functional.dropout(result, 0.5, training=True)  # the culprit
 
 
-@torch.library.custom_op("graphpack_tests::twice", mutates_args=())
+@library.custom_op("graphpack_tests::twice", mutates_args=())
 def twice(x: Tensor) -> Tensor:
     """An operation that exists in Python only."""
     return 2 * x

@@ -264,7 +264,7 @@ class DecoderStep:
 
 def bound_tensor(weights: WeightSource, name: str, dtype: str) -> Tensor:
     """A weight as a CPU tensor of `dtype`: over the source's own bytes, or converted once if it is stored otherwise."""
-    stored = weights.tensors[weights.aliases.get(name, name)]
+    stored = weights.tensor(name)
     flat = torch.frombuffer(weights.view(name), dtype=getattr(torch, DTYPES[stored.dtype].name))
     converted: Tensor = flat.view(stored.shape).to(getattr(torch, DTYPES[dtype].name))
     return converted

@@ -193,12 +193,12 @@ class WeightSource:
 
     def address(self, name: str) -> int:
         """Address of a tensor's bytes in a private writable mapping, good until `close`."""
-        tensor = self._tensor(name)
+        tensor = self.tensor(name)
         return self._contents[tensor.file].address() + tensor.offset
 
     def view(self, name: str) -> memoryview:
         """The bytes at `address`, without a copy; the view keeps them alive."""
-        tensor = self._tensor(name)
+        tensor = self.tensor(name)
         return self._contents[tensor.file].view()[tensor.offset : tensor.offset + tensor.bytes]
 
     def changed(self) -> list[Problem]:
@@ -224,7 +224,8 @@ class WeightSource:
     ) -> None:
         self.close()
 
-    def _tensor(self, name: str) -> StoredTensor:
+    def tensor(self, name: str) -> StoredTensor:
+        """Where a tensor is, by any of its names."""
         return self.tensors[self.aliases.get(name, name)]
 
 

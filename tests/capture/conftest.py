@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import graphpack
 from graphpack.backends.cpu import capture as cpu_capture
 from graphpack.backends.cpu import compile as cpu_compile
 from graphpack.results import SaveResult
 from tests.capture import saved
+from tests.shared_fixtures import decoder, normed, one_thread
 
-
-@pytest.fixture(scope="session")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved.decoder_archive(tmp_path_factory)
-
-
-@pytest.fixture(scope="session")
-def normed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved.normed_archive(tmp_path_factory)
+__all__ = ["decoder", "normed", "one_thread"]
 
 
 Build = Callable[..., bytes]
@@ -62,13 +54,3 @@ def save_normed(compiled_once: None, tmp_path: Path) -> Save:
         return graphpack.save(saved.NORMED, tmp_path / "archive", **settings)
 
     return save
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tiny models gain nothing from threads, which wait for each other on a busy machine."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

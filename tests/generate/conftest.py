@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-import graphpack
 from graphpack.models.presets import make_checkpoint
-from graphpack.replay import RestoredModel
-from tests.capture import saved
 from tests.generate.tokenizers_for_tests import END, byte_level
+from tests.shared_fixtures import model, normed, one_thread, restored, served
 
-
-@pytest.fixture(scope="session")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved.served_archive(tmp_path_factory)
-
-
-@pytest.fixture(scope="session")
-def normed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved.normed_archive(tmp_path_factory)
+__all__ = ["model", "normed", "one_thread", "restored", "served"]
 
 
 @pytest.fixture(scope="session")
@@ -37,26 +25,3 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.token_to_id(END)}))
     return folder
-
-
-@pytest.fixture(scope="session")
-def restored(served: Path) -> Iterator[RestoredModel]:
-    with graphpack.load(served) as model:
-        yield model
-
-
-@pytest.fixture
-def model(restored: RestoredModel) -> RestoredModel:
-    """The restored model with zeroed state and all slots free."""
-    restored.reset()
-    return restored
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tiny models gain nothing from threads, which wait for each other on a busy machine."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

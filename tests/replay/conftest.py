@@ -1,36 +1,7 @@
-"""The shared archives."""
+"""The shared archives, of which one is restored."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from tests.shared_fixtures import decoder, model, normed, one_thread, restored, served
 
-import pytest
-import torch
-
-from tests.capture import saved
-
-
-@pytest.fixture(scope="session")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved.decoder_archive(tmp_path_factory)
-
-
-@pytest.fixture(scope="session")
-def normed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved.normed_archive(tmp_path_factory)
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tiny models gain nothing from threads, which wait for each other on a busy machine."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="session")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved.served_archive(tmp_path_factory)
+__all__ = ["decoder", "model", "normed", "one_thread", "restored", "served"]

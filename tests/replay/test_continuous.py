@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,19 +18,6 @@ from tests.replay.eager import Eager
 
 BATCH_SIZES, SEQ_LENS, SLOTS = (1, 2, 4, 8), (32, 64), 12
 STATES = ("kv.0.key", "kv.0.value", "kv.1.key", "kv.1.value")
-
-
-@pytest.fixture(scope="module")
-def restored(served: Path) -> Iterator[RestoredModel]:
-    with graphpack.load(served) as model:
-        yield model
-
-
-@pytest.fixture
-def model(restored: RestoredModel) -> RestoredModel:
-    """The restored model with zeroed state and all slots free."""
-    restored.reset()
-    return restored
 
 
 def test_two_hundred_random_steps(model: RestoredModel) -> None:

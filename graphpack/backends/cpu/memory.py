@@ -16,7 +16,7 @@ from graphpack.errors import Problem, StorageError
 from graphpack.graph import Region
 
 if TYPE_CHECKING:
-    from graphpack.models.weights import StoredTensor, WeightSource
+    from graphpack.models.weights import WeightSource
 
 ALIGNMENT = 64
 
@@ -41,26 +41,25 @@ class CpuMemory:
         self._keep = ""
         states = [region for region in regions if region.kind == "state"]
         held = [region for region in regions if region.kind == "weight"]
-        self._owned = [region for region in held if copy_weights or self._stored(region).dtype != region.dtype]
+        self._owned = [
+            region for region in held if copy_weights or self._weights.tensor(region.name).dtype != region.dtype
+        ]
         owned = {region.name for region in self._owned}
         self._mapped = len(owned) < len(held)
         self._states = tuple(region.name for region in states)
         self._state, self._copies = _Pages(states), _Pages(self._owned)
         self._arrays = {
-            **{r.name: _shaped(weights.view(self._stored(r).name), r) for r in held if r.name not in owned},
+            **{r.name: _shaped(weights.view(r.name), r) for r in held if r.name not in owned},
             **{r.name: _shaped(memoryview(bytearray(constants[r.name])), r) for r in regions if r.kind == "constant"},
             **self._state.arrays,
             **self._copies.arrays,
         }
         self._fill()
 
-    def _stored(self, region: Region) -> StoredTensor:
-        return self._weights.tensors[self._weights.aliases.get(region.name, region.name)]
-
     def _fill(self) -> None:
         """Read what is a copy. Not from a mapping: of a file that has become shorter, that would end the process."""
         for region in self._owned:
-            stored, target = self._stored(region), self._arrays[region.name]
+            stored, target = self._weights.tensor(region.name), self._arrays[region.name]
             if stored.dtype == region.dtype:
                 self._weights.read_into(stored.file, stored.offset, target.reshape(-1).view(np.uint8).data)
             else:

@@ -182,10 +182,10 @@ class Driver(Library):
     def unload_library(self, library: int) -> None:
         self._call("cuLibraryUnload", library)
 
-    def library_kernel(self, library: int, name: str) -> int:
+    def kernel_of_library(self, library: int, name: str) -> int:
         return self._handle("cuLibraryGetKernel", library, name.encode())
 
-    def library_module(self, library: int) -> int:
+    def module_of_library(self, library: int) -> int:
         return self._handle("cuLibraryGetModule", library)
 
     def kernel_function(self, kernel: int) -> int:

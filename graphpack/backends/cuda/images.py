@@ -133,7 +133,7 @@ class Images:
         problems = []
         for name, need in needs.items():
             try:
-                function = driver.kernel_function(driver.library_kernel(library, name))
+                function = driver.kernel_function(driver.kernel_of_library(library, name))
             except CudaError as error:
                 if error.status != structs.NOT_FOUND:
                     raise

@@ -111,7 +111,7 @@ class Listener:
         with self._lock:
             libraries = dict(self._libraries)
         # Asking for a library's module may load it, which calls back.
-        of_libraries = {driver().library_module(handle): image for handle, image in libraries.items()}
+        of_libraries = {driver().module_of_library(handle): image for handle, image in libraries.items()}
         with self._lock:
             modules = {**self._modules, **{module: (image,) for module, image in of_libraries.items()}}
             taken = {image.digest for images in modules.values() for image in images}

@@ -44,7 +44,7 @@ class Relay:
         self._targets: dict[str, list[int]] = {}
         for region in regions:
             if region.kind == "weight" and region.bytes:
-                stored = source.tensors[source.aliases.get(region.name, region.name)]
+                stored = source.tensor(region.name)
                 if stored.dtype == region.dtype:
                     self._targets.setdefault(stored.name, []).append(addresses[region.name])
         self._buffer = buffer.result() if buffer else HostBuffer(driver, relay_buffers(), HostPages(relay_buffers()))

@@ -69,7 +69,7 @@ def plan_upload(regions: Iterable[Region], addresses: Mapping[str, int], source:
     for region in regions:
         if region.kind != "weight" or not region.bytes:
             continue
-        stored = source.tensors[source.aliases.get(region.name, region.name)]
+        stored = source.tensor(region.name)
         target = addresses[region.name]
         if stored.dtype == region.dtype:
             copies.append(Copy(stored.file, stored.offset, stored.bytes, target))

@@ -378,8 +378,8 @@ class FakeDriver(Driver):
         for handle in self.libraries.pop(library).values():
             del self.functions[handle]
 
-    def library_kernel(self, library: int, name: str) -> int:
-        self._enter("library_kernel")
+    def kernel_of_library(self, library: int, name: str) -> int:
+        self._enter("kernel_of_library")
         if name not in self.libraries[library]:
             self._fail("cuLibraryGetKernel", 500)
         return self.libraries[library][name]

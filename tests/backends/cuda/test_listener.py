@@ -65,7 +65,7 @@ class FakeDriver:
     def __init__(self, modules: dict[int, int]) -> None:
         self.modules = modules
 
-    def library_module(self, library: int) -> int:
+    def module_of_library(self, library: int) -> int:
         return self.modules[library]
 
 
