@@ -118,9 +118,8 @@ def generate(
     from graphpack import documents, logs, opening
     from graphpack.cli.logs import observer
 
-    with observer() as watching:
-        with opening.begun(request.archive, request.device):
-            model = opening.load_only(request, watching)
+    with observer() as watching, opening.begun(request.archive, request.device):
+        model = opening.load_only(request, watching)
     with model, logs.about(model.record.entry.name):
         generated = _generate(model, tokenizer, prompts, max_tokens, sampling, fallback, stream)
     return Answer(documents.of_generate(found, generated), ())
