@@ -59,17 +59,24 @@ def eager(
 
 
 def run(
-    model: Step | None, graph: Step, bucket: Bucket, inputs: tuple[TensorSpec, ...], output: TensorSpec, dtype: str
+    model: Step | None,
+    graph: Step,
+    bucket: Bucket,
+    inputs: tuple[TensorSpec, ...],
+    output: TensorSpec,
+    dtype: str,
+    precise: Step | None = None,
 ) -> Agreement:
     """Drive both for the golden's steps, from zeroed state; the eager `model` chooses the tokens. A graph without a
-    `model` beside it is held to what it gives itself.
+    `model` beside it is held to what it gives itself. `precise` is the model in float32, from which eager's own
+    rounding is measured: see `golden.tolerance_cap`.
 
     Raises CaptureRefusedError if the graph's values leave the largest tolerance for `dtype`, or its argmax differs
     from eager's where eager's two best are further apart than twice the tolerance.
     """
     driver = Driver(bucket, inputs)
     recorder = Recorder(bucket, output.shape[-1])
-    deviation, span = 0.0, 0.0
+    deviation, rounding, span = 0.0, 0.0, 0.0
     disagreements: list[tuple[int, int, float]] = []
     for step in range(STEPS):
         given = driver.inputs(step)
@@ -79,6 +86,8 @@ def run(
         joined = torch.from_numpy(driver.joined(step)).to(found.device)
         wide, here = expected[joined].float(), found[joined].float()
         deviation = float(np.maximum(deviation, _largest_difference(here, wide)))
+        if precise:
+            rounding = max(rounding, _largest_difference(wide, precise(given)[joined].float()))
         span = max(span, _span(wide))
         disagreements += [(step, *one) for one in _disagreements(expected, found, joined)]
         rows = torch.from_numpy(recorder.rows).to(found.device)
@@ -86,13 +95,13 @@ def run(
         driver.advance(step, expected.argmax(dim=1).cpu().numpy())
         if math.isnan(deviation):
             break
-    cap = tolerance_cap(dtype, span)
+    cap = tolerance_cap(dtype, span, rounding)
     tolerance = recorded_tolerance(deviation, cap)
     problems = []
     if not deviation <= cap:
-        problems.append(
-            Problem(f"bucket {bucket}: {output.name}", f"within {cap:.3g} of eager", f"differs by {deviation:.3g}")
-        )
+        beside = f", which is {rounding:.3g} from float32" if precise else ""
+        limit = f"within {cap:.3g} of eager{beside}"
+        problems.append(Problem(f"bucket {bucket}: {output.name}", limit, f"differs by {deviation:.3g}"))
     problems += [
         Problem(
             f"bucket {bucket}, step {step}, row {row}",

@@ -16,6 +16,7 @@
 # upload MODEL     how fast weights reach the device, in each way
 # real             SmolLM2 with its real weights against transformers; see scripts/gpu/real.py for how they travel
 # bench MODEL      save, restore and measure a big model: 0.6b, 1b, 8b, compile for 0.6b compiled, quick for four buckets
+# kept MODEL       the same with the archive that an earlier run left in $GPU_WORK, without what needs torch
 #
 # A stage that fails is reported with its traceback, and the next one runs. What was measured is written as JSON to
 # $OUT (build/gpu without). Python packages that are missing come from wheels in .whl/.
@@ -72,7 +73,7 @@ while [ "$#" -gt 0 ]; do
             install_missing gguf:gguf accelerate:accelerate psutil:psutil tokenizers:tokenizers tqdm:tqdm
             stage real 300 "$PYTHON" scripts/gpu/real.py
             ;;
-        throughput) stage throughput 150 "$PYTHON" scripts/gpu/throughput.py ;;
+        throughput) stage throughput 300 "$PYTHON" scripts/gpu/throughput.py ;;
         gap) stage gap 240 "$PYTHON" scripts/gpu/gap.py ;;
         upload)
             stage "upload $2" 240 "$PYTHON" scripts/gpu/upload.py "$2"
@@ -80,6 +81,10 @@ while [ "$#" -gt 0 ]; do
             ;;
         bench)
             stage "bench $2" 560 "$PYTHON" scripts/gpu/bench.py "$2"
+            shift
+            ;;
+        kept)
+            stage "kept $2" 300 "$PYTHON" scripts/gpu/bench.py "$2" kept
             shift
             ;;
         *)

@@ -204,6 +204,10 @@ def test_tolerances_have_caps() -> None:
     assert tolerance_cap("float32", 1000.0) == 2e-4
     assert tolerance_cap("bfloat16", 30.0) == pytest.approx(0.6)
     assert tolerance_cap("float16", 30.0) == pytest.approx(0.6)
+    assert tolerance_cap("float32", 30.0, rounding=1.0) == 2e-4
+    assert tolerance_cap("bfloat16", 30.0, rounding=0.2) == pytest.approx(0.6)
+    assert tolerance_cap("bfloat16", 30.0, rounding=0.7) == pytest.approx(1.4)
+    assert tolerance_cap("bfloat16", 30.0, rounding=9.0) == pytest.approx(3.0)
     assert recorded_tolerance(0.0, 2e-4) == pytest.approx(1e-4)
     assert recorded_tolerance(2e-5, 2e-4) == pytest.approx(1.6e-4)
     assert recorded_tolerance(1e-4, 2e-4) == 2e-4

@@ -152,6 +152,26 @@ def test_equal_infinities_agree_and_do_not_widen_the_tolerance() -> None:
             lockstep.run(eager, shifted, BUCKET, given, gives, "bfloat16")
 
 
+@pytest.mark.parametrize(
+    ("offset", "rounding", "expected"),
+    [(0.5, 0.0, "within 0.4 of eager, which is 0 from float32"), (0.5, 0.375, ""), (1.5, 0.375, "within 0.75")],
+)
+def test_eagers_own_rounding_allows_a_compilers(offset: float, rounding: float, expected: str) -> None:
+    """Rounding in other places makes a difference as large as eager's own from float32, and no larger."""
+    values = torch.arange(21, dtype=torch.bfloat16).repeat(2, 1)
+    given = (TensorSpec(name="x", dtype="bfloat16", shape=(2, 8)),)
+    gives = TensorSpec(name="y", dtype="bfloat16", shape=(2, 21))
+    ways = [lambda inputs, by=by: values.float() + by for by in (0.0, offset, rounding)]
+    if not expected:
+        result = lockstep.run(ways[0], ways[1], BUCKET, given, gives, "bfloat16", ways[2])
+        assert result.deviation == offset
+        assert result.tolerance == 2 * rounding
+        return
+    with pytest.raises(CaptureRefusedError) as caught:
+        lockstep.run(ways[0], ways[1], BUCKET, given, gives, "bfloat16", ways[2])
+    assert expected in str(caught.value)
+
+
 def test_evaluation_is_for_the_time_of_the_run_only() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout()).train()
     module[0].eval()

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from graphpack import golden, lockstep
-from graphpack.archive.record import Environment, Graph, Weights
+from graphpack.archive.record import Environment, Graph, Settings, Weights
 from graphpack.backends import UNWRITTEN, CapturedEntry, CapturedGraph
 from graphpack.backends.cuda import columns as c
 from graphpack.backends.cuda.bindings import bindings_of
@@ -17,6 +17,8 @@ from graphpack.backends.cuda.capture import CapturedBucket
 from graphpack.backends.cuda.recorder import EncodedGraphs, MemoryRecorder, spec_of
 from graphpack.errors import CaptureRefusedError, Problem
 from graphpack.graph import Region, TensorSpec
+from graphpack.models.registry import ResolvedModel
+from graphpack.models.weights import WeightSource
 from graphpack.regions import constant_specs, expected_regions, stored_specs
 
 Eager = Callable[[CapturedBucket], AbstractContextManager[lockstep.Step]]
@@ -31,15 +33,16 @@ def finish(
     weights: Weights,
     dtype: str,
     environment: Environment,
+    precise: Eager | None = None,
 ) -> CapturedEntry:
     """The entry of graphs that have just been captured, smallest bucket first; `dtype` is what they compute in.
 
     Raises CaptureRefusedError for what no archive can hold and for a graph that does not agree with `eager`.
-    Without `eager` a graph is held to what it gives itself.
+    Without `eager` a graph is held to what it gives itself; `precise` is `eager` in float32, for graphs of a compiler.
     """
     recorder.settle()
     encoded = recorder.encode({str(one.bucket): one.graph.raw_cuda_graph() for one in captured})
-    agreements = [_agree(one, state, eager, dtype) for one in captured]
+    agreements = [_agree(one, state, eager, dtype, precise) for one in captured]
     _zero(state)
     specs = tuple(spec_of(name, tensor) for name, tensor in state.items())
     graphs = tuple(
@@ -67,13 +70,24 @@ def run_eagerly(state: Sequence[TensorSpec], device: torch.device) -> Eager:
     return lambda one: lockstep.eager(one.module, one.takes, tuple(state), str(device))
 
 
+def run_in_float32(model: ResolvedModel, source: WeightSource, settings: Settings, device: torch.device) -> Eager:
+    """The model of a checkpoint with every weight and operation in float32."""
+    step = model.build(source, "float32")
+    state = tuple(step.state(settings.slots, max(settings.seq_lens)))
+    return lambda one: lockstep.eager(step.module_for(one.bucket).to(device), one.takes, state, str(device))
+
+
 def _agree(
-    one: CapturedBucket, state: Mapping[str, torch.Tensor], eager: Eager | None, dtype: str
+    one: CapturedBucket,
+    state: Mapping[str, torch.Tensor],
+    eager: Eager | None,
+    dtype: str,
+    precise: Eager | None = None,
 ) -> lockstep.Agreement:
     _zero(state)
     one.graph.instantiate()
-    with eager(one) if eager else nullcontext() as model:
-        return lockstep.run(model, one.step, one.bucket, one.takes, one.gives[0], dtype)
+    with eager(one) if eager else nullcontext() as model, precise(one) if precise else nullcontext() as wide:
+        return lockstep.run(model, one.step, one.bucket, one.takes, one.gives[0], dtype, wide)
 
 
 def _zero(state: Mapping[str, torch.Tensor]) -> None:

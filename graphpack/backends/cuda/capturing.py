@@ -93,7 +93,7 @@ class CudaCapturing:
         dtype: str,
         done: Captured,
     ) -> CapturedEntry:
-        from graphpack.backends.cuda.agree import finish, run_eagerly
+        from graphpack.backends.cuda.agree import finish, run_eagerly, run_in_float32
         from graphpack.backends.cuda.capture import ModuleTensors, capture
         from graphpack.backends.cuda.recorder import MemoryRecorder
 
@@ -103,7 +103,10 @@ class CudaCapturing:
         try:
             captured, state = capture(recorder, step, settings, tensors, done)
             eager = run_eagerly(step.state(settings.slots, max(settings.seq_lens)), recorder.device)
-            found = finish(recorder, captured, state, eager, weights, dtype, environment)
+            # A factory's model is of the dtype that its author gave it.
+            compiled = settings.compile and dtype != "float32" and model.source != "factory"
+            precise = run_in_float32(model, source, settings, recorder.device) if compiled else None
+            found = finish(recorder, captured, state, eager, weights, dtype, environment, precise)
             # Graphs and tensors go before the memory they are in.
             del captured, state
         finally:
