@@ -79,6 +79,7 @@ class CudaMemory:
             self._undo.callback(self._drop_copy)
             self.stream = driver.create_stream()
             self._undo.callback(driver.destroy_stream, self.stream)
+            self._undo.callback(self._drop_staging)
             plan = plan_upload(self._own.values(), self.addresses, weights)
             self._relay = (
                 Relay(driver, context, self._own.values(), self.addresses, weights, buffer) if hashed else None
@@ -216,11 +217,16 @@ class CudaMemory:
     def staging(self, size: int) -> HostBuffer:
         """One buffer for the inputs and outputs of all graphs, of which one runs at a time."""
         if self._staging is None or len(self._staging) < size:
+            self._drop_staging()
             self._staging = HostBuffer(self._driver, size)
-            self._undo.callback(self._staging.close)
-            # A step that failed half-way has copies under way.
-            self._undo.callback(self._driver.synchronize_stream, self.stream)
         return self._staging
+
+    def _drop_staging(self) -> None:
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            with closing(staging):
+                # A step that failed half-way has copies under way.
+                self._driver.synchronize_stream(self.stream)
 
     def close(self) -> None:
         """Closing twice is fine."""

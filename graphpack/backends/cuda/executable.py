@@ -59,6 +59,11 @@ class CudaGraph:
         self._graph = build_graph(self._driver, self._columns, self._functions, self._memory.addresses, self._context)
         self._executable = self._driver.instantiate(self._graph)
 
+    def prepare_step(self) -> None:
+        """Have all that a first step needs."""
+        self.prepare()
+        self._memory.staging(self._size)
+
     def launch(self) -> None:
         """Put one launch on the memory's stream, and do not wait for it."""
         self.prepare()

@@ -18,16 +18,17 @@ CHUNK = 96 << 10
 _BETWEEN = 64
 """Most that lies between two chunks that follow each other: malloc's own words."""
 
+_libc = ctypes.PyDLL(None)
+_libc.malloc.restype = c_void_p
+_libc.malloc.argtypes = (c_size_t,)
+_libc.free.argtypes = (c_void_p,)
+
 
 class HeapPages:
     """`size` bytes taken from malloc, for the thread that takes them and will build graphs."""
 
     def __init__(self, size: int) -> None:
-        self._libc = ctypes.PyDLL(None)
-        self._libc.malloc.restype = c_void_p
-        self._libc.malloc.argtypes = (c_size_t,)
-        self._libc.free.argtypes = (c_void_p,)
-        found = (self._libc.malloc(CHUNK) for _ in range(-(-size // CHUNK)))
+        found = (_libc.malloc(CHUNK) for _ in range(-(-size // CHUNK)))
         self._chunks = [address for address in found if address]
         self._making = PageMaking(spans(self._chunks))
 
@@ -35,13 +36,13 @@ class HeapPages:
         """Let malloc have them, all but the newest: at the heap's end, it keeps the others from going to the system."""
         self._making.wait()
         while len(self._chunks) > 1:
-            self._libc.free(self._chunks.pop(0))
+            _libc.free(self._chunks.pop(0))
 
     def close(self) -> None:
         """Let go of everything. Closing twice is fine."""
         self._making.wait()
         while self._chunks:
-            self._libc.free(self._chunks.pop())
+            _libc.free(self._chunks.pop())
 
 
 def spans(chunks: list[int]) -> list[tuple[int, int]]:

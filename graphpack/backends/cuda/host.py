@@ -16,6 +16,9 @@ POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE, from Linux 5.14 on; Python has no name for it."""
 
 
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
 _MAKERS = 4
 """Threads that make pages; in a virtual machine one makes no more than 2 GB a second."""
 
@@ -65,7 +68,7 @@ def advise(address: int, size: int, advice: int) -> None:
     """Call madvise while other threads run. Nothing relies on it: a kernel that does not know an advice makes pages at
     their first use, as without it."""
     page = address & -mmap.PAGESIZE
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(page), ctypes.c_size_t(address + size - page), advice)
+    _madvise(page, address + size - page, advice)
 
 
 class HostBuffer:

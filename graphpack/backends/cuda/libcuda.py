@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
+from functools import cache
 from threading import Thread
 from typing import Any
 
@@ -89,11 +90,12 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def start() -> int | None:
-    """Load and initialise the driver, which takes a few tenths of a second and is done once a process: the status of
-    `cuInit`, or None where there is no driver. Imports nothing that is slow to import."""
+@cache
+def _early_library() -> ctypes.CDLL | None:
+    """For what comes before a `Library`: None where there is no driver. Each CDLL is a circle of objects that only the
+    garbage collector ends."""
     try:
-        return int(ctypes.CDLL(LIBRARY).cuInit(0))
+        return ctypes.CDLL(LIBRARY)
     except OSError:
         return None
 
@@ -108,9 +110,8 @@ def held_context(index: int) -> Iterator[None]:
     retained: list[c_int] = []
 
     def retain() -> None:
-        device, context = c_int(), c_void_p()
-        if start() == 0:
-            library = ctypes.CDLL(LIBRARY)
+        device, context, library = c_int(), c_void_p(), _early_library()
+        if library is not None and library.cuInit(0) == 0:
             found = library.cuDeviceGet(byref(device), index) == 0
             if found and library.cuDevicePrimaryCtxRetain(byref(context), device) == 0:
                 retained.append(device)
@@ -121,8 +122,9 @@ def held_context(index: int) -> Iterator[None]:
         yield
     finally:
         thread.join()
-        for device in retained:
-            ctypes.CDLL(LIBRARY).cuDevicePrimaryCtxRelease_v2(device)
+        library = _early_library()
+        for device in retained if library is not None else ():
+            library.cuDevicePrimaryCtxRelease_v2(device)
 
 
 _QUICK = frozenset(

@@ -157,7 +157,7 @@ class CudaSession:
         blobs: Mapping[str, bytes],  # noqa: ARG002 - checking has decoded them
         request: LoadRequest,
     ) -> dict[Bucket, CudaGraph]:
-        """Load the images and build the graphs, the smallest bucket first."""
+        """Load the images and build the graphs: the smallest bucket's in any case, while weights travel."""
         device, memory = self._device, self._memory
         if memory is None:
             raise RuntimeError("graphs need memory: allocate comes first")
@@ -174,7 +174,9 @@ class CudaSession:
                 columns = self._columns[graph.bucket]
                 built = CudaGraph(device.driver, device.context, graph, columns, images.functions, memory)
                 undo.callback(built.close)
-                if not request.lazy_graphs:
+                if not graphs:
+                    built.prepare_step()
+                elif not request.lazy_graphs:
                     built.prepare()
                 graphs[graph.bucket] = built
             undo.pop_all()
@@ -184,4 +186,6 @@ class CudaSession:
 
     def close(self) -> None:
         """Closing twice is fine."""
+        # The memory refers to this session as well: what both hold would stay until Python looks for such circles.
+        self._memory = None
         self._undo.close()

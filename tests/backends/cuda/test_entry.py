@@ -245,12 +245,13 @@ def test_bound_memory_of_another_alignment(archive: Path, driver: FakeDriver) ->
     assert [problem.where for problem in error.problems] == ["kv.0.key", "kv.99.key"]
 
 
-def test_no_bucket_is_built_before_it_is_used(archive: Path, driver: FakeDriver) -> None:
+def test_all_but_the_smallest_are_built_when_they_are_used(archive: Path, driver: FakeDriver) -> None:
     with loaded(archive, lazy_graphs=True) as model:
         counts = [driver.calls["instantiate"]]
-        model.step([1], [0])
-        counts.append(driver.calls["instantiate"])
-        assert counts == [0, 1]
+        for rows in (1, 2, 2):
+            model.step([1] * rows, [0] * rows)
+            counts.append(driver.calls["instantiate"])
+        assert counts == [1, 1, 2, 2]
         assert Bucket(2, model.buckets[0].seq_len) in model.buckets
 
 

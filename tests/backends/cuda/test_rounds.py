@@ -77,6 +77,34 @@ def test_many_rounds(
     assert kinds <= set(while_open[0])
 
 
+@pytest.mark.parametrize("options", [{}, {"verify": True}, {"lazy_graphs": True}], ids=["plain", "verify", "lazy"])
+def test_a_closed_model_is_gone_without_the_garbage_collector(
+    kept: Path, checkpoint: Path, driver: AnsweringDriver, options: dict[str, Any]
+) -> None:
+    """It comes by every few hundred thousand objects, so that what only it can free is megabytes of twenty models."""
+
+    def load_and_close() -> None:
+        (model,) = opening.load(LoadRequest(archive=kept, weights={None: checkpoint}, **options))
+        model.step([1], [0])
+        model.close()
+
+    load_and_close()
+    gc.collect()
+    was, garbage = gc.isenabled(), []
+    gc.disable()
+    try:
+        load_and_close()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        garbage, gc.garbage[:] = [*gc.garbage], []
+    finally:
+        gc.set_debug(0)
+        if was:
+            gc.enable()
+    found = {type(one) for one in garbage}
+    assert not [kind for kind in found if kind.__module__.startswith(("graphpack", "ctypes", "_ctypes", "numpy"))]
+
+
 def test_weights_in_files_were_locked_and_are_not_any_more(
     kept: Path, checkpoint: Path, driver: AnsweringDriver
 ) -> None:

@@ -127,15 +127,28 @@ def test_a_restored_graph_runs(driver: FakeDriver, session: CudaSession, changes
     assert driver.held() == {}
 
 
-def test_lazy_graphs_are_built_when_they_run(driver: FakeDriver, session: CudaSession) -> None:
-    memory, executable = restored(session, request(lazy_graphs=True))
-    counts = [driver.calls["instantiate"]]
+@pytest.mark.parametrize("lazy", [True, False])
+def test_a_first_step_has_nothing_to_build_or_to_lock(driver: FakeDriver, session: CudaSession, lazy: bool) -> None:
+    memory, executable = restored(session, request(lazy_graphs=lazy))
+    counts = [(driver.calls["instantiate"], driver.calls["register_host"])]
     for _ in range(2):
         executable.run({"x": X})
-        counts.append(driver.calls["instantiate"])
-    assert counts == [0, 1, 1]
+        counts.append((driver.calls["instantiate"], driver.calls["register_host"]))
+    assert counts == [(1, counts[0][1])] * 3
     executable.close()
     memory.close()
+
+
+def test_room_for_a_larger_step_takes_the_place_of_what_was(driver: FakeDriver, session: CudaSession) -> None:
+    memory, executable = restored(session, request())
+    small = memory.staging(100)
+    assert memory.staging(50) is small
+    locked = driver.calls["register_host"] - driver.calls["unregister_host"]
+    assert len(memory.staging(len(small) + 1)) > len(small)
+    assert driver.calls["register_host"] - driver.calls["unregister_host"] == locked
+    executable.close()
+    memory.close()
+    assert driver.held() == {}
 
 
 def test_twenty_rounds_leave_nothing_behind(driver: FakeDriver) -> None:
