@@ -4,7 +4,6 @@ and give their memory back.
 
 from __future__ import annotations
 
-import difflib
 import threading
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from graphpack.dispatch import check_choice
 from graphpack.errors import ClosedError, NotFoundError, Problem, UsageError
 from graphpack.results import AnyPath, LoadRequest
 from graphpack.schema import shown
+from graphpack.suggestion import did_you_mean
 
 if TYPE_CHECKING:
     from graphpack.archive.record import Record
@@ -187,8 +187,7 @@ class ModelPool:
         self._require_open()
         _check_name("name", name)
         if name not in self._members:
-            close = difflib.get_close_matches(name, self._members, n=1)
-            hint = f"did you mean {close[0]}?" if close else "load it first"
+            hint = did_you_mean(name, self._members, "load it first")
             problem = Problem(
                 shown(name), f"models {', '.join(self._members) or 'none'}", "no model of this name", hint
             )

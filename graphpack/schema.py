@@ -97,15 +97,26 @@ def from_plain(cls: type[T], value: Plain, where: str, problems: SchemaProblems)
     return result if len(problems) == before else None
 
 
+_SCALARS = frozenset((str, int, float, bool, bytes, type(None)))
+
+
 def to_plain(value: Any) -> Plain:
     """The maps, lists and scalars of a dataclass tree. Inverse of `from_plain`."""
-    if is_dataclass(value):
-        return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
+    kind = type(value)
+    if kind in _SCALARS:
+        return value
+    if is_dataclass(kind):
+        return {name: to_plain(getattr(value, name)) for name in _names(kind)}
     if isinstance(value, Mapping):
         return {key: to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [to_plain(item) for item in value]
     return value
+
+
+@cache
+def _names(cls: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(cls))
 
 
 Decoder = Callable[[Plain, str, SchemaProblems], Any]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +17,7 @@ from graphpack.identity.weights import hash_weights, weights_root
 from graphpack.inputs import array_of
 from graphpack.models.weights import WeightSource
 from graphpack.schema import shown
+from graphpack.suggestion import did_you_mean
 
 _OF_THE_CONFIGURATION = "inv_freq"
 """The one constant of graphpack's own decoder: rotary frequencies, which no weight takes part in."""
@@ -94,8 +94,7 @@ def _unknown(name: object, record: Record, rows: Mapping[str, WeightTensor]) -> 
         return Problem(shown(name), here="no weight of this name", hint="a name is a text")
     if any(region.name == name and region.kind != "weight" for region in record.layout.regions):
         return Problem(shown(name), here="not a weight", hint="only tensors of the checkpoint can be updated")
-    close = difflib.get_close_matches(name, rows, n=1)
-    hint = f"did you mean {shown(close[0])}?" if close else "see weights.tensors in the record"
+    hint = did_you_mean(name, rows, "see weights.tensors in the record")
     return Problem(shown(name), here="no weight of this name", hint=hint)
 
 

@@ -19,7 +19,7 @@ LONGEST_MODULE = 400
 
 # A module imports only what stands before it.
 ORDER = """
-    errors elf words process jobs logs
+    errors elf words suggestion process jobs logs
     schema arguments dtypes graph results stages convert home interpreter
     configuration configuration.yaml_file configuration.keys configuration.reader configuration.environment
     configuration.config

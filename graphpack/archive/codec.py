@@ -10,7 +10,7 @@ import json
 import math
 import struct
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -37,8 +37,11 @@ EXPANSION_LIMIT = 256
 """Bytes of content for each byte of a blob. Kernel images reach 78; zstd itself would go to 32,000."""
 WINDOW_LIMIT = 8 << 20
 _RAW_BLOCK = 128 << 10
-_COMPARED = 1 << 20
+_COMPARED = 32 << 10
 COMPRESSION_LEVEL = 9
+
+_ONLY_TEXT = frozenset((str,))
+_CONTAINERS = frozenset((dict, list))
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,18 +223,20 @@ class _Count:
             raise ValueError(f"more than {CONTAINER_LIMIT} containers or {ITEM_LIMIT} values")
 
 
-def _check(members: Iterable[Any], integer_limit: float, depth: int = 0) -> None:
+def _check(members: Collection[Any], integer_limit: float, depth: int = 0) -> None:
     """ValueError for what a document may not hold."""
+    if _ONLY_TEXT.issuperset(map(type, members)):
+        _check_texts(members)
+        return
     for value in members:
         kind = type(value)
         if kind is str:
-            _check_text(value)
+            _check_texts((value,))
         elif kind is dict or kind is list:
             if depth >= DEPTH_LIMIT:
                 raise ValueError(f"nested more than {DEPTH_LIMIT} levels")
             if kind is dict:
-                for key in value:
-                    _check_text(key)
+                _check_texts(value)
             _check(value.values() if kind is dict else value, integer_limit, depth + 1)
         elif kind is int:
             if not -integer_limit <= value <= integer_limit:
@@ -243,19 +248,22 @@ def _check(members: Iterable[Any], integer_limit: float, depth: int = 0) -> None
             raise ValueError(f"a value of type {kind.__name__}")
 
 
-def _check_text(value: Any) -> None:
+def _check_texts(values: Collection[Any]) -> None:
     """A lone surrogate has no UTF-8 form."""
-    if type(value) is not str:
+    if not _ONLY_TEXT.issuperset(map(type, values)):
         raise ValueError("a key that is not text")
-    if not value.isascii():
-        value.encode()
+    if not all(map(str.isascii, values)):
+        for value in values:
+            value.encode()
 
 
 def _ordered(value: Plain) -> Plain:
-    """A copy with the keys of all maps sorted."""
+    """The same with the keys of all maps sorted."""
     if type(value) is dict:
         return {key: _ordered(value[key]) for key in sorted(value)}
-    return [_ordered(item) for item in value] if type(value) is list else value
+    if type(value) is list and not _CONTAINERS.isdisjoint(map(type, value)):
+        return [_ordered(item) for item in value]
+    return value
 
 
 def _reason(error: Exception) -> str:

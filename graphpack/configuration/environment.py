@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from graphpack.configuration.keys import ARCHIVE_DIR, MODEL_KEYS, NOTHING, PATH, Key, ModelConfig
 from graphpack.errors import Problem, UsageError
 from graphpack.schema import shown
+from graphpack.suggestion import meant
 from graphpack.words import LOG_FORMAT_VARIABLE
 
 PREFIX = "GRAPHPACK_"
@@ -60,6 +60,6 @@ def _misspelt(variables: Iterable[str]) -> list[str]:
     for variable in sorted(variables):
         name = variable.removeprefix(PREFIX)
         if variable.startswith(PREFIX) and name not in names:
-            close = difflib.get_close_matches(name, names, n=1)
-            notes += [f"{shown(variable)} is no setting; did you mean {PREFIX}{found}?" for found in close]
+            found = meant(name, names)
+            notes += [f"{shown(variable)} is no setting; did you mean {PREFIX}{found}?"] if found else []
     return notes

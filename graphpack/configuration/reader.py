@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from graphpack.configuration.keys import Kind
 from graphpack.errors import Problem, UsageError
 from graphpack.schema import shown
+from graphpack.suggestion import did_you_mean
 
 TRUST_KEYS = ("trusted_keys", "require_signature", "minimum_serial")
 """A file that a working directory or an archive brings along must not say whom to trust, so they have their own."""
@@ -61,5 +61,4 @@ class Reader:
 def _advice(key: str, known: tuple[str, ...]) -> str:
     if key in TRUST_KEYS:
         return "only trust.yaml in the configuration of the user or the system says whom to trust"
-    close = difflib.get_close_matches(key, known, n=1)
-    return f"did you mean {close[0]}?" if close else f"known keys: {', '.join(known)}"
+    return did_you_mean(key, known, f"known keys: {', '.join(known)}")

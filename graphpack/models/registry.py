@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import re
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from graphpack.models.checkpoint import hub_revision, open_checkpoint, read_conf
 from graphpack.models.presets import PRESETS, Preset
 from graphpack.models.step import StepModel
 from graphpack.models.weights import WeightSource
+from graphpack.suggestion import did_you_mean
 
 EMBEDDING = "model.embed_tokens.weight"
 """The tensor whose dtype is called the checkpoint's."""
@@ -114,10 +114,8 @@ def _weightless_note(directory: Path | None) -> str:
 
 
 def _suggestions(reference: str, known: list[str]) -> list[Problem]:
-    close = difflib.get_close_matches(reference, known, n=1)
     others = "a checkpoint directory or package.module:factory will do as well"
-    hint = f"did you mean {close[0]}?" if close else others
-    return [Problem("known models", here=", ".join(known), hint=hint)]
+    return [Problem("known models", here=", ".join(known), hint=did_you_mean(reference, known, others))]
 
 
 def _checkpoint(path: Path, name: str, note: str) -> ResolvedModel:

@@ -119,6 +119,46 @@ print(json.dumps({"imported": imported, "restored": restored, "first token": fir
                   "argmax": int(logits.numpy()[0].argmax())}))
 """
 
+# The same once more, to see what stands beside what: when each part began and ended, seconds after the process did.
+TIMELINE = """
+import importlib, json, os, sys, threading, time
+begin = float(os.environ["START"])
+seen = [("python", 0.0, time.time() - begin, "MainThread")]
+def timed(module, owner, name):
+    holder = importlib.import_module("graphpack." + module)
+    holder = getattr(holder, owner) if owner else holder
+    inner = getattr(holder, name)
+    def outer(*given, **more):
+        start = time.time() - begin
+        try: return inner(*given, **more)
+        finally: seen.append((name, start, time.time() - begin, threading.current_thread().name))
+    setattr(holder, name, outer)
+import graphpack
+timed("opening", "", "_open")
+open_entries = graphpack.opening._open
+def opened(request):
+    found = open_entries(request)
+    start = time.time() - begin
+    import graphpack.restore, graphpack.backends.cuda.restore
+    seen.append(("import", start, time.time() - begin, "MainThread"))
+    for name in ("_read_blobs", "_check_trust", "_check_environment", "_check_weights", "_check_layout", "_rebuild"):
+        timed("restore", "_Restore", name)
+    timed("restore", "", "refuse_contradictions")
+    for module, owner, name in (
+        ("session", "DeviceSession", "_retain"), ("session", "DeviceSession", "_locked"), ("upload", "Upload", "_run"),
+        ("restore", "CudaSession", "allocate"), ("restore", "CudaSession", "check_blobs"),
+        ("restore", "", "check_graphs"), ("images", "Images", "load"), ("executable", "", "build_graph"),
+        ("driver", "Driver", "instantiate"), ("device_memory", "CudaMemory", "ready"),
+        ("executable", "CudaGraph", "run"),
+    ): timed(f"backends.cuda.{module}", owner, name)
+    return found
+graphpack.opening._open = opened
+seen.append(("import graphpack", seen[0][2], time.time() - begin, "MainThread"))
+model = graphpack.load(sys.argv[1], weights=sys.argv[2], lazy_graphs=True)
+model.step([1], [0])
+print(json.dumps(sorted((round(start, 4), round(end, 4), name, thread) for name, start, end, thread in seen)))
+"""
+
 # The same with a clock in each part, which costs a little itself.
 PARTS = """
 import json, sys, time
@@ -308,6 +348,7 @@ def _cold_start(report: Report, plan: Plan, checkpoint: str, archive: str, weigh
     report.put("floor s", floor)
     report.put("cold starts", {"lazy": lazy, "all graphs": whole})
     report.put("first token over floor", best["first token"] / floor)
+    report.put("timeline", _started(TIMELINE, archive, checkpoint))
     captured = report.values.get("save", {}).get("capture s, all buckets")
     if captured:
         restored = statistics.median([sum(one["stages"].values()) for one in whole])

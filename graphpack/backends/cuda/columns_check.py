@@ -148,7 +148,9 @@ def _attributes(columns: GraphColumns, _: dict[str, int]) -> Iterator[Problem]:
     yield from _first("attributes.node", rows["node"], others & ~outside, "a kernel node")
     yield from _ascending("attributes", rows[["node", "id"]])
     yield from _first("attributes.id", rows["id"], ~np.isin(rows["id"], list(KEPT)), "an attribute that is kept")
-    sizes = np.array([KEPT[i].size if i in KEPT else 16 for i in rows["id"].tolist()], np.int64)
+    sizes = np.full(len(rows), 16)
+    for attribute, kept in KEPT.items():
+        sizes[rows["id"] == attribute] = kept.size
     data = np.ascontiguousarray(rows["value"]).view(np.uint8).reshape(-1, 16)
     beyond = ((np.arange(16) >= sizes[:, None]) & (data != 0)).any(axis=1)
     yield from _first("attributes.value", rows["value"], beyond, "zero behind the attribute's own bytes")

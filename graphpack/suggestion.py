@@ -1,0 +1,18 @@
+"""The name that somebody meant who wrote one that there is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def meant(name: str, known: Iterable[str]) -> str | None:
+    """The most similar of the `known` names, if any is similar."""
+    import difflib
+
+    return next(iter(difflib.get_close_matches(name, [*known], n=1)), None)
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
+    """A hint: the most similar name, or what to do `otherwise`."""
+    found = meant(name, known)
+    return f"did you mean {found}?" if found is not None else otherwise
