@@ -123,8 +123,9 @@ def held_context(index: int) -> Iterator[None]:
     finally:
         thread.join()
         library = _early_library()
-        for device in retained if library is not None else ():
-            library.cuDevicePrimaryCtxRelease_v2(device)
+        if library is not None:
+            for device in retained:
+                library.cuDevicePrimaryCtxRelease_v2(device)
 
 
 _QUICK = frozenset(
