@@ -10,6 +10,7 @@ from graphpack.archive import files, oci
 from graphpack.archive.looks import looks_like
 from graphpack.errors import NotFoundError, Problem
 from graphpack.schema import shown
+from graphpack.suggestion import did_you_mean
 
 
 def archive_root(path: str | os.PathLike[str]) -> Path:
@@ -41,11 +42,8 @@ def read_index(root: Path, opened: files.Opened) -> oci.Index:
 
 
 def no_such_entries(path: Path, missing: Sequence[str], names: Sequence[str]) -> NotFoundError:
-    import difflib
-
-    problems = []
-    for name in missing:
-        close = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {close[0]}?" if close else ""
-        problems.append(Problem(shown(name), f"entries {', '.join(names)}", "no entry of this name", hint))
+    problems = [
+        Problem(shown(name), f"entries {', '.join(names)}", "no entry of this name", did_you_mean(name, names, ""))
+        for name in missing
+    ]
     return NotFoundError(f"no entry {', '.join(shown(name) for name in missing)} in {path}", problems)

@@ -144,7 +144,8 @@ def test_weights_are_copied_to_the_host_once(archive: Path, checkpoint: Path, dr
         for model in (member.model for member in pool._members.values()):
             model.wake(by=pool)
             model.sleep("disk", by=pool)
-        assert driver.locked == {}, "from the disk they are read again, and need no copy"
+        assert all(memory_of(member.model)._copy is None for member in pool._members.values())
+        assert set(driver.locked) == locked_by(pool), "from the disk they are read again, and need no copy"
     assert driver.held() == {}
 
 
