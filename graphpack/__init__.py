@@ -95,18 +95,26 @@ def save(
     replace: bool = False,
     cpu_isa: str | None = None,
     compile: bool = False,  # noqa: A002 - the option's name
+    mode: str = "full",
+    token_counts: Collection[int] | None = None,
+    split_operations: Collection[str] | None = None,
 ) -> SaveResult:
     """Capture `model` for every batch size and sequence length into `archive`, under `name` or the model's own name.
 
     `model` is what the command line takes: a built-in name, a checkpoint directory or `package.module:factory`.
     Saving what the archive already holds does nothing; another entry of that name needs `replace=True`. `slots` is how
     many rows can be in progress at once, in as many steps as that takes; by default as many as the largest batch.
+
+    With `mode="piecewise"` prompts run many tokens at a time, for any of `token_counts`, in pieces between
+    `split_operations`; see docs/modes.md.
     """
     from pathlib import Path
 
     from graphpack import capture
-    from graphpack.arguments import NUMBERS, PATH, TEXT, check_arguments, optional
+    from graphpack.arguments import NUMBERS, PATH, TEXT, TEXTS, check_arguments, optional
     from graphpack.results import SaveRequest, SilentObserver
+    from graphpack.split_operations import DEFAULT_SPLIT
+    from graphpack.words import TOKEN_COUNTS
 
     check_arguments(
         model=(model, PATH),
@@ -115,6 +123,9 @@ def save(
         device=(device, TEXT),
         batch_sizes=(batch_sizes, NUMBERS),
         seq_lens=(seq_lens, NUMBERS),
+        mode=(mode, TEXT),
+        token_counts=(token_counts, optional(NUMBERS)),
+        split_operations=(split_operations, optional(TEXTS)),
     )
     request = SaveRequest(
         model=str(model),
@@ -128,6 +139,9 @@ def save(
         replace=replace,
         cpu_isa=cpu_isa,
         compile=compile,
+        mode=mode,
+        token_counts=TOKEN_COUNTS if token_counts is None else tuple(sorted(set(token_counts))),
+        split_operations=DEFAULT_SPLIT if split_operations is None else tuple(sorted(set(split_operations))),
     )
     return capture.save(request, SilentObserver())
 

@@ -58,6 +58,7 @@ PATH = Kind("a path", _is_path)
 TEXTS = Kind("a list of texts", _many(_is_text))
 PATHS = Kind("a list of paths", _many(_is_path))
 NUMBERS = Kind("a list of whole numbers", _many(_is_number))
+MANY = Kind("a list", _many(lambda item: True))  # noqa: ARG005 - whatever is in it
 SECONDS = Kind("a number from 0 on", lambda value: _is_number(value) and value >= 0)
 BY_NAME = Kind("a mapping from names", lambda value: isinstance(value, Mapping))
 ADDRESSES = Kind(

@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import Literal
 
 from graphpack import logs
+from graphpack.archive.piecewise import graphs_of
 from graphpack.archive.record import (
     Record,
     Weights,
 )
 from graphpack.archive.store import Archive, Entry
-from graphpack.backends import Captured, CapturedEntry, capturing
+from graphpack.backends import CapturedEntry, capturing
 from graphpack.configuration.config import find_config
 from graphpack.entry import WrittenEntry, write_entry
 from graphpack.errors import (
@@ -25,13 +26,13 @@ from graphpack.errors import (
     UsageError,
 )
 from graphpack.freshness import TorchState, Wanted, damage, stale, wanted
-from graphpack.graph import Bucket
+from graphpack.graph import Bucket, Chunk
 from graphpack.identity.digests import settings_digest
 from graphpack.identity.weights import hash_weights
 from graphpack.models.registry import resolve
 from graphpack.models.weights import WeightSource
 from graphpack.proof import prove
-from graphpack.results import GraphRow, Observer, SaveRequest, SaveResult, SilentObserver
+from graphpack.results import GraphRow, Observer, PiecesRow, SaveRequest, SaveResult, SilentObserver
 from graphpack.stages import Stages
 
 _MOST_ZEROED = 8
@@ -105,7 +106,8 @@ class _Save:
         with self._stage("commit"):
             # Somebody else may have saved under this name meanwhile.
             archive.commit(written.ref, self._name, lambda record: self._refuse_another(record, wanted))
-        seconds = {found.graph.bucket: found.seconds for found in captured.graphs}
+        seconds: dict[Bucket | Chunk, float] = {found.graph.bucket: found.seconds for found in captured.graphs}
+        seconds |= {found.graph.chunk(written.record): found.seconds for found in captured.piecewise}
         return self._result(written.record, "replaced" if existing else "saved", written.bytes, seconds)
 
     def _check_sizes(self) -> None:
@@ -158,12 +160,16 @@ class _Save:
         return not damaged
 
     def _capture(self, source: WeightSource, wanted: Wanted) -> CapturedEntry:
-        done: Captured = lambda bucket, nodes, seconds: self._observer.bucket(  # noqa: E731
-            bucket.batch_size, bucket.seq_len, f"{nodes} nodes, {seconds:.1f} s"
-        )
+        def done(shape: Bucket | Chunk, nodes: int, seconds: float) -> None:
+            text = f"{nodes} nodes, {seconds:.1f} s"
+            if isinstance(shape, Bucket):
+                self._observer.bucket(shape.batch_size, shape.seq_len, text)
+            else:
+                self._observer.pieces(shape.tokens, text)
+
         dtype = wanted.model.effective_dtype
         captured = self._backend.capture(
-            self._model, source, wanted.weights, wanted.settings, wanted.environment, dtype, done
+            self._model, source, wanted.weights, wanted.settings, wanted.environment, dtype, done, wanted.piecewise
         )
         self._notes += captured.notes
         logs.info(
@@ -195,7 +201,7 @@ class _Save:
         record: Record,
         action: Literal["saved", "replaced", "up to date"],
         written: int,
-        seconds: Mapping[Bucket, float],
+        seconds: Mapping[Bucket | Chunk, float],
     ) -> SaveResult:
         sizes = {blob.digest: blob.content_size for blob in record.blobs}
         return SaveResult(
@@ -211,6 +217,16 @@ class _Save:
                     seconds_capture=seconds.get(graph.bucket),
                 )
                 for graph in record.graphs
+            ),
+            piecewise=tuple(
+                PiecesRow(
+                    token_count=split.token_count,
+                    pieces=len(split.pieces),
+                    nodes=sum(piece.nodes for piece in split.pieces),
+                    object_bytes=sum(sizes[piece.object] for piece in split.pieces),
+                    seconds_capture=seconds.get(split.chunk(record)),
+                )
+                for split in graphs_of(record)
             ),
             weights_root=record.weights.root,
             layout_fingerprint=record.layout.fingerprint,

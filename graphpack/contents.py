@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping
 
 from graphpack import golden
 from graphpack.archive.oci import blob_file
-from graphpack.archive.record import Record
+from graphpack.archive.piecewise import PiecewiseGraph, graphs_of
+from graphpack.archive.record import Graph, Record
 from graphpack.errors import CorruptArchiveError, Problem
+from graphpack.graph import Bucket
 from graphpack.regions import unpack_constants
 
 
@@ -17,10 +19,12 @@ def check_contents(record: Record, blobs: Mapping[str, bytes]) -> None:
     Raises CorruptArchiveError.
     """
     problems = [*_constants(record, blobs), *_objects(record, blobs)]
-    for graph in record.graphs:
+    goldens: list[tuple[Graph | PiecewiseGraph, Bucket]] = [(graph, graph.bucket) for graph in record.graphs]
+    goldens += [(graph, graph.chunk(record).bucket) for graph in graphs_of(record)]
+    for graph, bucket in goldens:
         where = blob_file(graph.golden)
         try:
-            found = golden.decode(blobs[graph.golden], graph.bucket, graph.inputs, graph.outputs[0], where)
+            found = golden.decode(blobs[graph.golden], bucket, graph.inputs, graph.outputs[0], where)
         except CorruptArchiveError as error:
             problems += error.problems
             continue
@@ -45,8 +49,8 @@ def _objects(record: Record, blobs: Mapping[str, bytes]) -> Iterator[Problem]:
         except CorruptArchiveError as error:
             yield from error.problems
         return
-    from graphpack.backends.cpu.policy import check_described, check_object
+    from graphpack.backends.cpu.policy import check_described, check_object, described_objects
 
-    for graph in record.graphs:
-        code, where = blobs[graph.object], blob_file(graph.object)
-        yield from check_object(code, record.environment.machine, where) or check_described(code, record, graph, where)
+    for found in described_objects(record):
+        code, where = blobs[found.digest], blob_file(found.digest)
+        yield from check_object(code, record.environment.machine, where) or check_described(code, record, found, where)

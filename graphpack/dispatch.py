@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -56,3 +57,36 @@ def padded(values: np.ndarray, spec: TensorSpec, batch: int) -> np.ndarray:
     """An input of a decode step, followed by padding rows: token 0 at position 0 of the scratch slot, the last one."""
     filler = (spec.maximum if spec.name == "slots" else spec.minimum) or 0
     return np.concatenate([values, np.full(batch - len(values), filler, values.dtype)])
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Tokens `start` to `stop`, not included, of a row's prompt."""
+
+    row: int
+    start: int
+    stop: int
+
+
+def chunks(lengths: Sequence[int], rows: Mapping[int, int]) -> Iterator[tuple[int, tuple[Part, ...]]]:
+    """Prompts of `lengths` tokens, none empty, one after the other, in chunks of captured token counts, `rows` being
+    how many parts each may have: the largest while enough is left for it, then the smallest that holds the rest."""
+    largest = max(rows)
+    parts: list[Part] = []
+    room = largest
+    for row, length in enumerate(lengths):
+        start = 0
+        while start < length:
+            stop = min(length, start + room)
+            parts.append(Part(row, start, stop))
+            room -= stop - start
+            start = stop
+            if room == 0 or len(parts) == rows[largest]:
+                yield _counted(parts, largest - room, rows)
+                parts, room = [], largest
+    if parts:
+        yield _counted(parts, largest - room, rows)
+
+
+def _counted(parts: Sequence[Part], tokens: int, rows: Mapping[int, int]) -> tuple[int, tuple[Part, ...]]:
+    return min(count for count in rows if count >= tokens and rows[count] >= len(parts)), tuple(parts)

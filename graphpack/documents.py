@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,6 @@ from graphpack.errors import GraphpackError
 from graphpack.results import (
     BenchRow,
     Collected,
-    Generated,
     LoadedEntry,
     Removed,
     SaveResult,
@@ -24,8 +24,10 @@ from graphpack.results import (
     VerifiedEntry,
 )
 from graphpack.schema import to_plain
+from graphpack.texts import Generated
 
 if TYPE_CHECKING:
+    from graphpack.archive.piecewise import PiecewiseGraph
     from graphpack.archive.record import Blob, Graph, Record
     from graphpack.archive.store import Archive, Entry
     from graphpack.archive.trust import Policy
@@ -72,6 +74,10 @@ def of_generate(archive: Path, generated: Generated) -> Document:
         replays=replays,
         padded_rows=generated.stats.padded_rows,
         fallbacks=generated.stats.fallbacks,
+        prefills=[{"token_count": count, "runs": runs} for count, runs in generated.stats.prefills.items()],
+        pieces=generated.stats.pieces,
+        padded_tokens=generated.stats.padded_tokens,
+        seconds_to_first_token=min(text.continuation.seconds_to_first_token for text in generated.texts),
     )
 
 
@@ -145,6 +151,8 @@ def _magic() -> str:
 
 
 def _entry(entry: Entry, *, graphs: bool, kernels: bool) -> Document:
+    from graphpack.archive.piecewise import piecewise_of
+
     record = entry.record
     plain = to_plain(record)
     sizes = {blob.digest: blob for blob in record.blobs}
@@ -169,6 +177,12 @@ def _entry(entry: Entry, *, graphs: bool, kernels: bool) -> Document:
         "graphs": [_graph(graph, sizes, whole=graphs) for graph in record.graphs],
         "blobs": {"count": len(record.blobs), "bytes": sum(blob.size for blob in record.blobs)},
     }
+    piecewise = piecewise_of(record)
+    if piecewise is not None:
+        details["piecewise"] = {
+            "settings": to_plain(piecewise.settings),
+            "graphs": [_pieces(graph, sizes, whole=graphs) for graph in piecewise.graphs],
+        }
     if kernels:
         details["kernels"] = _kernels(record, sizes)
     return details
@@ -203,12 +217,40 @@ def _graph(graph: Graph, sizes: Mapping[str, Blob], *, whole: bool) -> Document:
     return {**plain, **row} if whole else row
 
 
+def _pieces(graph: PiecewiseGraph, sizes: Mapping[str, Blob], *, whole: bool) -> Document:
+    """A piecewise graph; how often a call is one of each piece and of each split operation."""
+    plain: Document = to_plain(graph)
+    called = Counter(call.operation if call.piece is None else call.piece for call in graph.calls)
+    pieces = [
+        {
+            "topology": piece.topology,
+            "nodes": piece.nodes,
+            "object": piece.object,
+            "object_bytes": sizes[piece.object].content_size,
+            "calls": called[number],
+        }
+        for number, piece in enumerate(graph.pieces)
+    ]
+    operations = {name: count for name, count in sorted(called.items(), key=str) if isinstance(name, str)}
+    row = {
+        **{name: plain[name] for name in ("token_count", "rows", "topology", "golden_steps", "tolerance", "deviation")},
+        "pieces": pieces,
+        "split_operations": operations,
+    }
+    return {**plain, **row} if whole else row
+
+
 def _kernels(record: Record, sizes: Mapping[str, Blob]) -> list[Document]:
     """The compiled objects, or on CUDA the kernel images, each once, with the buckets that run it."""
+    from graphpack.archive.piecewise import graphs_of
+
     buckets: dict[str, list[str]] = {}
     for graph in record.graphs:
         for digest in graph.images or (graph.object,):
             buckets.setdefault(digest, []).append(str(graph.bucket))
+    for split in graphs_of(record):
+        for piece in split.pieces:
+            buckets.setdefault(piece.object, []).append(f"{split.token_count} tokens")
     cuda = record.environment.cuda
     isa = f"sm_{cuda.capability.replace('.', '')}" if cuda else record.settings.cpu_isa
     return [

@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 
 from graphpack import __version__
 from graphpack.archive import oci
+from graphpack.archive.piecewise import MINOR, NAME, Piecewise, PiecewiseGraph
 from graphpack.archive.record import (
     FORMAT_MAJOR,
-    FORMAT_MINOR,
     Blob,
     EntryIdentity,
     Features,
@@ -21,11 +21,12 @@ from graphpack.archive.record import (
     Record,
 )
 from graphpack.archive.store import Archive, EntryRef
-from graphpack.backends import CapturedEntry
+from graphpack.backends import CapturedEntry, CapturedPieces
 from graphpack.freshness import Wanted
 from graphpack.identity.environment import Host
 from graphpack.models.locate import SOURCE_PATH
 from graphpack.regions import pack_constants
+from graphpack.schema import to_plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +57,35 @@ def write_entry(
         )
         for found, written, proof in zip(captured.graphs, objects, goldens, strict=True)
     )
+    pieces = [_write_pieces(archive, found) for found in captured.piecewise]
     every = [*objects, *goldens, *images.values(), *([constants] if constants else [])]
+    every += [blob for _, blobs_of_pieces in pieces for blob in blobs_of_pieces]
     blobs = {blob.digest: blob for blob in every}
     seconds = {str(found.graph.bucket): round(found.seconds, 3) for found in captured.graphs}
+    seconds |= {f"{found.graph.token_count} tokens": round(found.seconds, 3) for found in captured.piecewise}
     ordered = tuple(blobs[digest] for digest in sorted(blobs))
     informational = {**_informational(host, weights_path), "seconds": seconds}
     record = _record(name, wanted, captured, graphs, constants, ordered, informational)
+    if wanted.piecewise is not None:
+        record = _extended(record, Piecewise(settings=wanted.piecewise, graphs=tuple(graph for graph, _ in pieces)))
     return WrittenEntry(archive.put_entry(record), record, sum(blob.size for blob in ordered))
+
+
+def _write_pieces(archive: Archive, found: CapturedPieces) -> tuple[PiecewiseGraph, list[Blob]]:
+    objects = [archive.put_blob(code, oci.OBJECT_TYPE) for code in found.objects]
+    golden = archive.put_blob(found.golden, oci.GOLDEN_TYPE)
+    pieces = [replace(piece, object=blob.digest) for piece, blob in zip(found.graph.pieces, objects, strict=True)]
+    return replace(found.graph, pieces=tuple(pieces), golden=golden.digest), [*objects, golden]
+
+
+def _extended(record: Record, piecewise: Piecewise) -> Record:
+    """What a reader must know to read the record at all, since it says what some of the blobs are."""
+    return replace(
+        record,
+        format=FormatVersion(major=FORMAT_MAJOR, minor=MINOR),
+        features=Features(inspect=(NAME,)),
+        extensions={NAME: to_plain(piecewise)},
+    )
 
 
 def _record(
@@ -75,7 +98,7 @@ def _record(
     informational: dict[str, object],
 ) -> Record:
     return Record(
-        format=FormatVersion(major=FORMAT_MAJOR, minor=FORMAT_MINOR),
+        format=FormatVersion(major=FORMAT_MAJOR, minor=0),
         features=Features(),
         producer=Producer(name="graphpack", version=__version__),
         entry=EntryIdentity(name=name, backend=wanted.backend, mode=wanted.mode),

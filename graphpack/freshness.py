@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from graphpack.archive.piecewise import NAME, PiecewiseSettings, piecewise_of
 from graphpack.archive.reading import Reader
 from graphpack.archive.record import Environment, Model, Record, Settings, Weights
 from graphpack.errors import CorruptArchiveError, Problem
@@ -32,6 +33,7 @@ class Wanted:
     weights: Weights
     environment: Environment
     settings: Settings
+    piecewise: PiecewiseSettings | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +86,12 @@ def wanted(
             float32_matmul_precision=torch_state.float32_matmul_precision,
             deterministic_algorithms=torch_state.deterministic_algorithms,
         ),
+        piecewise=_piecewise(request) if request.mode == NAME else None,
     )
+
+
+def _piecewise(request: SaveRequest) -> PiecewiseSettings:
+    return PiecewiseSettings(split_operations=request.split_operations, token_counts=request.token_counts)
 
 
 def stale(record: Record, wanted: Wanted) -> list[Problem]:
@@ -100,6 +107,10 @@ def stale(record: Record, wanted: Wanted) -> list[Problem]:
     for name in ("model", "settings", "environment"):
         archived, here = _fields(getattr(record, name)), _fields(getattr(wanted, name))
         problems += differences(name, archived, here)
+    archived_piecewise = piecewise_of(record)
+    if archived_piecewise is not None and wanted.piecewise is not None:
+        old_settings, new_settings = _fields(archived_piecewise.settings), _fields(wanted.piecewise)
+        problems += differences(f"extensions.{NAME}.settings", old_settings, new_settings)
     found = check_agreement(record) + check_weights(record.weights, wanted.weights)
     problems += [replace(problem, hint="") for problem in found]  # their hints are those of `load`
     if record.layout.capture_version != CAPTURE_VERSION:

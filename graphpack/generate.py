@@ -1,6 +1,7 @@
 """Texts from a restored model, decoded side by side: each joins when there is room, is fed, goes on, stops and leaves.
 
-A prompt is fed one token a step like everything else; what a step gives before the prompt's last token is not used.
+A prompt runs through piecewise graphs, many tokens at a time, where the entry has them. Else it is fed one token a step
+like everything else; what a step gives before the prompt's last token is not used.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import numpy as np
 from graphpack.errors import InputError, Problem
 from graphpack.golden import is_decode
 from graphpack.replay import RestoredModel
-from graphpack.results import Continuation, Finish
 from graphpack.sampling import Sampling, choose
+from graphpack.texts import Continuation, Finish
 
 OnToken = Callable[[int, int], None]
 """Told of each new token: which prompt it continues, and the token."""
@@ -62,40 +63,57 @@ def generate(
     """
     start = time.perf_counter()
     seq_len = _check(model, prompts, max_tokens)
-    sampling = sampling or Sampling()
-    stop = frozenset(stop)
+    sampling, stop = sampling or Sampling(), frozenset(stop)
     room = model.slots if fallback == "eager" else min(model.slots, max(b.batch_size for b in model.buckets))
     waiting = deque(enumerate(prompts))
     rows: list[_Row] = []
     done: dict[int, Continuation] = {}
+
+    def take(row: _Row, values: np.ndarray) -> None:
+        """The next token of a row, after which it may be over."""
+        row.tokens.append(choose(values, sampling, row.random))
+        now = time.perf_counter() - start
+        row.first = row.first or now
+        on_token(row.index, row.tokens[-1])
+        finish = _finish(row, stop, max_tokens, seq_len)
+        if finish is not None:
+            rows.remove(row)
+            model.release(row.slot)
+            done[row.index] = Continuation(
+                token_ids=tuple(row.tokens), finish=finish, seconds_to_first_token=row.first, seconds=now
+            )
+            on_finish(row.index, done[row.index])
+
     try:
         while waiting or rows:
+            joined: list[_Row] = []
             while waiting and len(rows) < room:
                 index, prompt = waiting.popleft()
-                rows.append(_Row(index, prompt, model.assign(), sampling.generator()))
+                joined.append(_Row(index, prompt, model.assign(), sampling.generator()))
+                rows.append(joined[-1])
+            if joined and model.token_counts:
+                for row, values in zip(joined, _prefilled(model, joined), strict=True):
+                    row.position = len(row.prompt)
+                    take(row, values)
+            if not rows:
+                continue
             tokens, positions = [row.next_token for row in rows], [row.position for row in rows]
             slots = [row.slot for row in rows]
             logits = model.step(tokens, positions, slots, fallback=fallback, copy=False).numpy()
             for row, values in zip(list(rows), logits, strict=True):
                 row.position += 1
-                if row.position < len(row.prompt):
-                    continue
-                row.tokens.append(choose(values, sampling, row.random))
-                now = time.perf_counter() - start
-                row.first = row.first or now
-                on_token(row.index, row.tokens[-1])
-                finish = _finish(row, stop, max_tokens, seq_len)
-                if finish is not None:
-                    rows.remove(row)
-                    model.release(row.slot)
-                    done[row.index] = Continuation(
-                        token_ids=tuple(row.tokens), finish=finish, seconds_to_first_token=row.first, seconds=now
-                    )
-                    on_finish(row.index, done[row.index])
+                if row.position >= len(row.prompt):
+                    take(row, values)
     finally:
         for row in rows:
             model.release(row.slot)
     return tuple(done[index] for index in range(len(prompts)))
+
+
+def _prefilled(model: RestoredModel, rows: Sequence[_Row]) -> np.ndarray:
+    """The logits after the prompt of each row."""
+    prompts = [np.asarray(row.prompt, np.int64) for row in rows]
+    return model.prefill(prompts, [row.slot for row in rows]).numpy()
 
 
 def _finish(row: _Row, stop: frozenset[int], max_tokens: int, seq_len: int) -> Finish | None:

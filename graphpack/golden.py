@@ -20,9 +20,11 @@ from graphpack.archive.check import FLOAT32_TOLERANCE_LIMIT
 from graphpack.convert import convert, widened
 from graphpack.dtypes import DTYPES
 from graphpack.errors import CorruptArchiveError, Problem
-from graphpack.graph import Bucket, TensorSpec
+from graphpack.graph import Bucket, Chunk, TensorSpec
 
 STEPS = 128
+PREFILL_STEPS = 16
+"""Of a prefill, of which each step is a chunk."""
 TOP = 32
 SAMPLES = 64
 JOIN_SPREAD = 16
@@ -106,6 +108,48 @@ class Driver:
         """`choice` int64 `[batch]`: eager's argmax, the next token of every row that has joined."""
         if self._decode:
             self._tokens = np.where(self.joined(step), choice, self._tokens)
+
+
+class PrefillDriver:
+    """Chooses the chunks of a prefill: one row, what follows it, several rows at once, a single token; padded but the
+    first. Tokens are seeded. Rows begin at position 0 in slots that others had before."""
+
+    def __init__(self, chunk: Chunk, inputs: tuple[TensorSpec, ...]) -> None:
+        self._chunk = chunk
+        self._vocabulary = (inputs[0].maximum or 0) + 1
+        self._scratch = inputs[2].maximum or 0
+        self._generator = np.random.Generator(np.random.PCG64(_seed(str(chunk))))
+
+    def _parts(self, step: int) -> list[tuple[int, int, int]]:
+        """The slot of each row, the position it begins at, and its tokens."""
+        tokens, seq_len = self._chunk.tokens, self._chunk.seq_len
+        slot, most = (step // 4) % self._scratch, min(tokens, seq_len)
+        if step % 4 == 0:
+            return [(slot, 0, most)]
+        if step % 4 == 1 and most < seq_len:
+            return [(slot, most, max(1, min(tokens - 1, seq_len - most)))]
+        rows = min(self._chunk.rows, self._scratch, tokens) if step % 4 < 3 else 1
+        each = max(1, min(tokens - 1, rows * seq_len) // rows) if step % 4 < 3 else 1
+        return [((slot + row) % self._scratch, 0, each) for row in range(rows)]
+
+    def joined(self, step: int) -> np.ndarray:
+        """Which rows of the output are real at this step: bool `[rows]`."""
+        return np.arange(self._chunk.rows) < len(self._parts(step))
+
+    def inputs(self, step: int) -> dict[str, np.ndarray]:
+        parts, tokens = self._parts(step), self._chunk.tokens
+        padding = [(self._scratch, 0)] * (tokens - sum(count for *_, count in parts))
+        places = [(slot, first + index) for slot, first, count in parts for index in range(count)] + padding
+        ends = np.cumsum([count for *_, count in parts]) - 1
+        return {
+            "token_ids": self._generator.integers(0, self._vocabulary, tokens),
+            "positions": np.array([position for _, position in places], np.int64),
+            "slots": np.array([slot for slot, _ in places], np.int64),
+            "ends": np.concatenate([ends, np.zeros(self._chunk.rows - len(parts), np.int64)]),
+        }
+
+    def advance(self, step: int, choice: np.ndarray) -> None:
+        """No choice of the model's is fed to it."""
 
 
 class Recorder:

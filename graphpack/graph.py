@@ -23,6 +23,23 @@ class Bucket:
         return f"{self.batch_size}x{self.seq_len}"
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Chunk:
+    """The shape of one piecewise graph: tokens a call, rows of which it gives logits, and positions of the state."""
+
+    tokens: Positive
+    rows: Positive
+    seq_len: Positive
+
+    @property
+    def bucket(self) -> Bucket:
+        """The shape of its outputs, which goldens ask for."""
+        return Bucket(self.rows, self.seq_len)
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
     """A dense row-major tensor that a graph takes or gives.

@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from graphpack.errors import CaptureRefusedError, Problem
 from graphpack.golden import STEPS, Driver, Golden, Recorder, recorded_tolerance, tolerance_cap
-from graphpack.graph import Bucket, TensorSpec
+from graphpack.graph import Bucket, Chunk, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +59,35 @@ def eager(
         yield step
 
 
+class Drives(Protocol):
+    """What is fed to both, step by step: `golden.Driver` or `golden.PrefillDriver`."""
+
+    def joined(self, step: int) -> np.ndarray: ...
+
+    def inputs(self, step: int) -> dict[str, np.ndarray]: ...
+
+    def advance(self, step: int, choice: np.ndarray) -> None: ...
+
+
 def run(
     model: Step | None,
     graph: Step,
     bucket: Bucket,
     inputs: tuple[TensorSpec, ...],
+    output: TensorSpec,
+    dtype: str,
+    precise: Step | None = None,
+) -> Agreement:
+    """Drive a decode step, see `drive`."""
+    return drive(model, graph, Driver(bucket, inputs), STEPS, bucket, output, dtype, precise)
+
+
+def drive(
+    model: Step | None,
+    graph: Step,
+    driver: Drives,
+    steps: int,
+    shape: Bucket | Chunk,
     output: TensorSpec,
     dtype: str,
     precise: Step | None = None,
@@ -74,11 +99,11 @@ def run(
     Raises CaptureRefusedError if the graph's values leave the largest tolerance for `dtype`, or its argmax differs
     from eager's where eager's two best are further apart than twice the tolerance.
     """
-    driver = Driver(bucket, inputs)
-    recorder = Recorder(bucket, output.shape[-1])
+    bucket = shape if isinstance(shape, Bucket) else shape.bucket
+    recorder = Recorder(bucket, output.shape[-1], steps)
     deviation, rounding, span = 0.0, 0.0, 0.0
     disagreements: list[tuple[int, int, float]] = []
-    for step in range(STEPS):
+    for step in range(steps):
         given = driver.inputs(step)
         expected = model(given) if model else None
         found = graph(given)
@@ -95,16 +120,17 @@ def run(
         driver.advance(step, expected.argmax(dim=1).cpu().numpy())
         if math.isnan(deviation):
             break
+    named = f"bucket {shape}" if isinstance(shape, Bucket) else str(shape)
     cap = tolerance_cap(dtype, span, rounding)
     tolerance = recorded_tolerance(deviation, cap)
     problems = []
     if not deviation <= cap:
         beside = f", which is {rounding:.3g} from float32" if precise else ""
         limit = f"within {cap:.3g} of eager{beside}"
-        problems.append(Problem(f"bucket {bucket}: {output.name}", limit, f"differs by {deviation:.3g}"))
+        problems.append(Problem(f"{named}: {output.name}", limit, f"differs by {deviation:.3g}"))
     problems += [
         Problem(
-            f"bucket {bucket}, step {step}, row {row}",
+            f"{named}, step {step}, row {row}",
             "eager's choice",
             f"the graph chooses otherwise, margin {margin:.3g}",
         )

@@ -1,13 +1,16 @@
-"""What both capturing halves ask of torch: the mode it is in, and whether an operation draws random numbers."""
+"""What both capturing halves ask of torch: the mode it is in, and what an operation is and where it was called."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from graphpack.errors import Problem, UsageError
+
+_LIBRARY = Path(torch.__file__).parent
 
 
 def refuse_modes(device_type: str) -> None:
@@ -38,3 +41,13 @@ def draws_random_numbers(operation: Any, args: Sequence[Any], kwargs: Mapping[st
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     dropout_is_off = given.get("train") is False or ("dropout_p" in names and not given.get("dropout_p"))
     return not dropout_is_off
+
+
+def node_line(node: torch.fx.Node) -> str:
+    """`file:line` of the innermost model frame torch recorded for a node."""
+    trace_lines = [line.strip() for line in (node.stack_trace or "").splitlines() if line.strip().startswith("File ")]
+    for line in reversed(trace_lines):
+        file, _, rest = line.removeprefix('File "').partition('", line ')
+        if _LIBRARY not in Path(file).parents and not file.startswith("<"):
+            return f"{file}:{rest.split(',')[0]}"
+    return "the model"

@@ -151,6 +151,10 @@ class _Prewarming:
             "--slots": request.slots,
             "--cpu-isa": request.cpu_isa,
         }
+        if request.mode != "full":
+            options["--mode"] = request.mode
+            options["--token-counts"] = ",".join(map(str, request.token_counts))
+            options["--split-operations"] = ",".join(request.split_operations)
         given = [text for option, value in options.items() if value is not None for text in (option, str(value))]
         flags = ["--replace", "--compile" if request.compile else "--no-compile"]
         forms = ["--format", "json", "--log-format", "json"]

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
+from graphpack.archive.piecewise import NAME, PiecewiseGraph, graphs_of
 from graphpack.archive.record import Graph, Record, Weights
 from graphpack.dtypes import DTYPES
 from graphpack.errors import Problem
 from graphpack.graph import Region, TensorSpec
 from graphpack.models.architecture import DecoderConfig
-from graphpack.models.specs import decode_inputs, decode_outputs, decode_state
+from graphpack.models.specs import decode_inputs, decode_outputs, decode_state, prefill_inputs, prefill_outputs
 from graphpack.schema import shown, to_plain
 
 T = TypeVar("T", bound=Hashable)
@@ -33,29 +34,38 @@ def expected_regions(
     weights: Mapping[str, TensorSpec],
     constants: Mapping[str, TensorSpec],
     dtype: str,
+    piecewise: Sequence[PiecewiseGraph] = (),
 ) -> tuple[Region, ...]:
-    """Weights and constants in binding order, then state, then the inputs and outputs of each bucket.
+    """Weights and constants in binding order, then state, then the inputs and outputs of each bucket, and of each
+    piecewise graph.
 
     `weights` are as stored; floating ones are held in the compute `dtype`. A binding that is neither a weight nor
     a constant has no region here, and so shows as a difference.
     """
-    return tuple(_regions(graphs, weights, constants, dtype))
+    return tuple(_regions(graphs, weights, constants, dtype, piecewise))
 
 
 def _regions(
-    graphs: Sequence[Graph], weights: Mapping[str, TensorSpec], constants: Mapping[str, TensorSpec], dtype: str
+    graphs: Sequence[Graph],
+    weights: Mapping[str, TensorSpec],
+    constants: Mapping[str, TensorSpec],
+    dtype: str,
+    piecewise: Sequence[PiecewiseGraph],
 ) -> Iterator[Region]:
-    for name in _unique(name for graph in graphs for name in graph.bindings):
+    bound = [*(graph.bindings for graph in graphs), *(graph.bindings for graph in piecewise)]
+    for name in _unique(name for names in bound for name in names):
         if name in weights:
             yield Region.dense("weight", held(weights[name], dtype))
         elif name in constants:
             yield Region.dense("constant", constants[name], alignment=CONSTANT_ALIGNMENT)
     for state in _unique(spec for graph in graphs for spec in graph.state):
         yield Region.dense("state", state)
-    for graph in graphs:
-        for kind, specs in (("input", graph.inputs), ("output", graph.outputs)):
+    called = [(str(graph.bucket), graph.inputs, graph.outputs) for graph in graphs]
+    called += [(f"{graph.token_count} tokens", graph.inputs, graph.outputs) for graph in piecewise]
+    for prefix, inputs, outputs in called:
+        for kind, specs in (("input", inputs), ("output", outputs)):
             for spec in specs:
-                yield Region.dense(kind, spec, name=f"{graph.bucket}/{spec.name}")
+                yield Region.dense(kind, spec, name=f"{prefix}/{spec.name}")
 
 
 def check_specs(record: Record, config: DecoderConfig) -> list[Problem]:
@@ -71,6 +81,14 @@ def check_specs(record: Record, config: DecoderConfig) -> list[Problem]:
         }
         for name, specs in expected.items():
             problems += _first_difference(f"graphs[{position}].{name}", getattr(graph, name), specs)
+    for position, split in enumerate(graphs_of(record)):
+        where, chunk = f"extensions.{NAME}.graphs[{position}]", split.chunk(record)
+        rows = min(split.token_count, max(settings.batch_sizes))
+        if split.rows != rows:
+            problems.append(Problem(f"{where}.rows", str(split.rows), f"{rows} for these batch sizes", _SAVE_AGAIN))
+        inputs, outputs = prefill_inputs(config, chunk, settings.slots), prefill_outputs(config, chunk, dtype)
+        problems += _first_difference(f"{where}.inputs", split.inputs, inputs)
+        problems += _first_difference(f"{where}.outputs", split.outputs, outputs)
     return problems
 
 

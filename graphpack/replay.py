@@ -6,11 +6,12 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
 from graphpack import logs
+from graphpack.archive.piecewise import PiecewiseGraph
 from graphpack.archive.record import Graph, Record
 from graphpack.arguments import BY_NAME, SECONDS, TEXT, check_arguments
 from graphpack.backends import KEEPS, Executable, Memory
@@ -18,24 +19,22 @@ from graphpack.dispatch import FALLBACKS, POLICIES, check_captured, check_choice
 from graphpack.errors import (
     AsleepError,
     ClosedError,
-    EnvironmentMismatchError,
     InputError,
     Problem,
     UsageError,
     WeightsMismatchError,
 )
+from graphpack.fallback import Fallback
 from graphpack.golden import Golden, is_decode
 from graphpack.graph import Bucket, TensorSpec
 from graphpack.inputs import arrays_of, check_inputs, length_of, row_count, with_rows
 from graphpack.models.locate import Located
+from graphpack.prefill import Prefill
 from graphpack.results import BenchRow, LoadedEntry, Stats, VerifiedBucket
 from graphpack.slots import Slots, check_made_of_slots
 from graphpack.tensor import Tensor
-from graphpack.trials import bench_graphs, verify_graphs
+from graphpack.trials import Trial, bench_graphs, verify_graphs
 from graphpack.weight_update import plan_update
-
-if TYPE_CHECKING:
-    from graphpack.eager import Eager
 
 
 class RestoredModel:
@@ -52,6 +51,7 @@ class RestoredModel:
         memory: Memory,
         located: Located,
         result: LoadedEntry,
+        pieces: Mapping[int, tuple[PiecewiseGraph, Executable]] | None = None,
     ) -> None:
         self.record = record
         self.result = result
@@ -60,9 +60,11 @@ class RestoredModel:
         """The captured (batch size, sequence length) pairs, smallest first."""
         self._graphs = dict(graphs)
         self._memory = memory
-        self._located = located
+        self._prefill = Prefill(record, pieces or {})
+        self.token_counts = self._prefill.token_counts
+        """How many tokens of prompts can run at a time; empty for an entry without piecewise graphs."""
+        self._fallback = Fallback(record, located, memory, self.buckets)
         self._slots = Slots(record.settings.slots - 1)
-        self._eager: Eager | None = None
         self._replays: Counter[Bucket] = Counter()
         self._padded_rows = self._fallbacks = 0
         self._lock = threading.Lock()
@@ -87,6 +89,9 @@ class RestoredModel:
                 replays=MappingProxyType(dict(sorted(self._replays.items()))),
                 padded_rows=self._padded_rows,
                 fallbacks=self._fallbacks,
+                prefills=self._prefill.replays,
+                pieces=self._prefill.pieces,
+                padded_tokens=self._prefill.padded_tokens,
                 weights_root=self.weights.root,
             )
 
@@ -137,35 +142,28 @@ class RestoredModel:
 
     def _step_eagerly(self, given: Mapping[str, np.ndarray], rows: int, length: int, policy: str) -> Tensor:
         graph, _ = self._graphs[max(self.buckets, key=lambda bucket: bucket.seq_len)]
-        seq_len = min((b.seq_len for b in self.buckets if b.seq_len >= length), default=None)
-        if seq_len is None or rows > self.slots:
-            here, last = f"{rows} rows up to position {length - 1}", graph.bucket.seq_len - 1
-            hint = "save with larger --seq-lens or more --slots"
-            problem = Problem("state", f"{self.slots} rows up to position {last}", here, hint)
-            error = InputError("the step needs more state than the entry has, with or without a graph", [problem])
-            raise error.about(self.record.entry.name, f"{rows}x{length}")
+        self._fallback.seq_len(rows, length)
         self._check([with_rows(spec, rows) for spec in graph.inputs], given, f"{rows}x{length}")
-        if self._eager is None:
-            self._eager = self._make_eager()
-            captured = ", ".join(map(str, self.buckets))
-            logs.warning(
-                f"no captured bucket fits {rows} rows up to position {length - 1} (policy {policy}), so they run"
-                f" eagerly, as will others; captured: {captured}",
-                entry=self.record.entry.name,
-                bucket=f"{rows}x{length}",
-            )
-        values = self._eager.run(given, seq_len)
+        values = self._fallback.run(given, rows, length, policy)
         self._fallbacks += 1
         return Tensor(values, graph.outputs[0].dtype)
 
-    def _make_eager(self) -> Eager:
-        try:
-            from graphpack.eager import Eager
-        except ImportError as error:
-            hint = "pip install the torch build that the entry names"
-            problem = Problem("torch", self.record.environment.torch.version, str(error), hint)
-            raise EnvironmentMismatchError("running the model eagerly needs torch", [problem]) from error
-        return Eager(self.record, self._located, self._memory)
+    def prefill(
+        self, prompts: Sequence[Any], slots: Sequence[int], *, positions: Sequence[int] | None = None
+    ) -> Tensor:
+        """Run prompts through the piecewise graphs and return the logits after the last token of each,
+        `[prompts, vocab]`: many tokens at a time, of one prompt after the other.
+
+        Each prompt is int64 `[tokens]`, at least one: a list, a numpy array, or anything with `__dlpack__` on a CPU.
+        Prompt i becomes the KV state of `slots[i]` from `positions[i]` on, by default 0; what is before that is seen.
+
+        Raises InputError, before anything runs, for anything else, and for an entry that has no piecewise graphs.
+        """
+        with self._lock:
+            self._require_open()
+            checked = self._prefill.check(prompts, slots, positions)
+            dtype = self._graphs[self.buckets[0]][0].outputs[0].dtype
+            return Tensor(self._prefill.run(*checked), dtype)
 
     def _count(self, bucket: Bucket, padding: int) -> None:
         if not self._replays:
@@ -251,7 +249,8 @@ class RestoredModel:
             check_arguments(InputError, goldens=(goldens, BY_NAME))
             for bucket in goldens:
                 check_captured(bucket, self.buckets, self.record.entry.name)
-            return verify_graphs(self.record.entry.name, self._graphs, self._memory, goldens)
+            trials = [Trial(bucket, *self._graphs[bucket], golden) for bucket, golden in sorted(goldens.items())]
+            return verify_graphs(self.record.entry.name, trials, self._memory)
 
     def bench(self, seconds: float = 1.0) -> list[BenchRow]:
         """Time steps of every bucket for about `seconds` each, at position 0, leaving the state zeroed."""
@@ -342,7 +341,8 @@ class RestoredModel:
         if self._closed:
             return
         self._closed = True
-        self._eager = None
+        self._fallback.forget()
+        self._prefill.close()
         for _, executable in self._graphs.values():
             executable.close()
         self._memory.close()

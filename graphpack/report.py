@@ -1,17 +1,14 @@
-"""Everything printed. Results go to stdout, progress, notes and errors to stderr.
+"""Everything printed but progress. Results go to stdout, notes and errors to stderr.
 
-Only progress bars use rich, on a terminal. Results are plain aligned lines: nothing is wrapped, cut or interpreted, and
+Results are plain aligned lines: nothing is wrapped, cut or interpreted, and
 control characters, which an archive could use to rewrite the screen, are shown as escapes.
 """
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from graphpack.documents import Document
 from graphpack.errors import GraphpackError
@@ -20,7 +17,6 @@ from graphpack.results import (
     Collected,
     CollectedFile,
     LoadedEntry,
-    Observer,
     Removed,
     Rung,
     SaveResult,
@@ -28,7 +24,6 @@ from graphpack.results import (
     VerifiedEntry,
 )
 
-SECONDS_BETWEEN_LINES = 30.0
 WIDEST_PADDING = 60
 
 
@@ -83,6 +78,10 @@ def of_save(result: SaveResult) -> list[str]:
         (f"{row.batch_size}x{row.seq_len}", row.nodes, size(row.object_bytes), _seconds(row.seconds_capture), topology)
         for row, topology in zip(result.graphs, result.topology, strict=True)
     ]
+    pieces = [
+        (f"{row.token_count} tokens", row.pieces, row.nodes, size(row.object_bytes), _seconds(row.seconds_capture))
+        for row in result.piecewise
+    ]
     facts = [
         ("weights", result.weights_root),
         ("layout", result.layout_fingerprint),
@@ -94,6 +93,7 @@ def of_save(result: SaveResult) -> list[str]:
     return [
         f"{result.action}: {printable(result.name)} in {printable(result.archive)}",
         *columns([("graph", "nodes", "object", "capture", "topology"), *graphs]),
+        *(columns([("prefill", "pieces", "nodes", "objects", "capture"), *pieces]) if pieces else []),
         *columns(facts),
     ]
 
@@ -107,6 +107,7 @@ def of_load(entries: Sequence[tuple[LoadedEntry, Sequence[BenchRow]]]) -> list[s
 
 def _loaded(entry: LoadedEntry) -> list[str]:
     graphs = "1 graph" if entry.graphs == 1 else f"{entry.graphs} graphs"
+    graphs += f", {entry.pieces} pieces" if entry.pieces else ""
     captures = "1 capture" if entry.captures == 1 else f"{entry.captures} captures"
     facts: list[tuple[object, ...]] = [
         ("seconds", _stages(entry.stages)),
@@ -115,7 +116,7 @@ def _loaded(entry: LoadedEntry) -> list[str]:
     ]
     verified = [
         (
-            f"{row.batch_size}x{row.seq_len}",
+            f"{row.batch_size}x{row.seq_len}" if row.token_count is None else f"{row.token_count} tokens",
             row.steps,
             f"{row.max_difference:.3g}",
             f"{row.tolerance:.3g}",
@@ -225,6 +226,8 @@ def _inspected(entry: Document) -> list[str]:
         lines += _section(f"environment, {kind}", fields)
     if entry.get("graphs"):
         lines += _graphs(entry["graphs"])
+    if "piecewise" in entry:
+        lines += _piecewise(entry["piecewise"])
     if "kernels" in entry:
         table = [(k["digest"], size(k["bytes"]), k["isa"], " ".join(k["buckets"])) for k in entry["kernels"]]
         lines += columns([("kernels", "size", "isa", "graphs"), *table])
@@ -290,6 +293,35 @@ def _graphs(graphs: Iterable[Document]) -> list[str]:
     return lines
 
 
+def _piecewise(piecewise: Document) -> list[str]:
+    """What runs for each token count: pieces and split operations, and how often."""
+    lines = _section("piecewise", piecewise["settings"])
+    for graph in piecewise["graphs"]:
+        total = sum(piece["calls"] for piece in graph["pieces"]) + sum(graph["split_operations"].values())
+        pieces = [
+            (
+                f"piece {number}",
+                f"{piece['calls']} of {total} calls",
+                f"{piece['nodes']} nodes",
+                size(piece["object_bytes"]),
+            )
+            for number, piece in enumerate(graph["pieces"])
+        ]
+        operations = [(name, f"{count} of {total} calls") for name, count in graph["split_operations"].items()]
+        tolerance = f"tolerance {graph['tolerance']:.3g}, {graph['golden_steps']} golden steps"
+        lines += [f"  prefill {graph['token_count']} tokens, {tolerance}", *columns([*pieces, *operations], "    ")]
+        if "calls" in graph:
+            lines += columns([_called(call) for call in graph["calls"]], "      ")
+    return lines
+
+
+def _called(call: Document) -> tuple[str, ...]:
+    name = call["operation"] or f"piece {call['piece']}"
+    options = ", ".join(f"{key} {value}" for key, value in call["options"].items())
+    given = ", ".join((*call["inputs"], *call["state"]))
+    return name, f"{given} -> {', '.join(call['outputs'])}", f"{len(call['bindings'])} weights and constants", options
+
+
 def _tensors(graph: Document) -> Iterator[tuple[str, ...]]:
     for kind, specs in (("input", graph["inputs"]), ("state", graph["state"]), ("output", graph["outputs"])):
         for spec in specs:
@@ -310,86 +342,3 @@ def _seconds(value: float | None) -> str:
 def _stages(stages: Any) -> str:
     parts = [f"{name} {seconds:.2f}" for name, seconds in stages.items()]
     return ", ".join([*parts, f"total {sum(stages.values()):.2f}"])
-
-
-@contextmanager
-def observer(stream: TextIO) -> Iterator[Observer]:
-    """Progress on `stream`: a bar on a terminal, else a line for each bucket and now and then one for long reads."""
-    if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
-        yield _Lines(stream)
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    name = TextColumn("{task.description}", markup=False)
-    detail = TextColumn("{task.fields[detail]}", markup=False)
-    shown = (SpinnerColumn(), name, BarColumn(bar_width=20), detail, TimeElapsedColumn())
-    with Progress(*shown, console=Console(file=stream, highlight=False), transient=True) as progress:
-        yield _Bar(progress)
-
-
-class _Lines:
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
-        self.rate = _Rate()
-        self.printed = time.monotonic()
-
-    def stage(self, name: str) -> None:
-        self.rate.restart(name)
-
-    def bytes(self, what: str, done: int, total: int) -> None:
-        text = self.rate.text(what, done, total)
-        if time.monotonic() - self.printed > SECONDS_BETWEEN_LINES:
-            self._print(f"{what}: {text}")
-
-    def bucket(self, batch_size: int, seq_len: int, text: str) -> None:
-        self._print(f"{batch_size}x{seq_len} {text}")
-
-    def note(self, text: str) -> None:
-        self._print(f"note: {text}")
-
-    def _print(self, text: str) -> None:
-        self.printed = time.monotonic()
-        print(printable(text), file=self.stream, flush=True)
-
-
-class _Bar:
-    def __init__(self, progress: Any) -> None:
-        self.progress = progress
-        self.task = progress.add_task("starting", total=None, detail="")
-        self.rate = _Rate()
-
-    def stage(self, name: str) -> None:
-        self.rate.restart(name)
-        self.progress.reset(self.task, description=printable(name), total=None, detail="")
-
-    def bytes(self, what: str, done: int, total: int) -> None:
-        detail = self.rate.text(what, done, total)
-        self.progress.update(self.task, description=printable(what), completed=done, total=total, detail=detail)
-
-    def bucket(self, batch_size: int, seq_len: int, text: str) -> None:
-        self._print(f"{batch_size}x{seq_len} {text}")
-
-    def note(self, text: str) -> None:
-        self._print(f"note: {text}")
-
-    def _print(self, text: str) -> None:
-        self.progress.console.print(printable(text), markup=False, soft_wrap=True)
-
-
-class _Rate:
-    """Bytes so far and bytes a second of what is being read now."""
-
-    def __init__(self) -> None:
-        self.restart("")
-
-    def restart(self, what: str) -> None:
-        self.what = what
-        self.began = time.monotonic()
-
-    def text(self, what: str, done: int, total: int) -> str:
-        if what != self.what:
-            self.restart(what)
-        elapsed = time.monotonic() - self.began
-        rate = f", {size(done / elapsed)}/s" if elapsed > 0.5 else ""
-        return f"{size(done)} of {size(total)}{rate}"

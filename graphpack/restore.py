@@ -8,6 +8,7 @@ from pathlib import Path
 
 from graphpack import golden
 from graphpack.archive.check import check_features
+from graphpack.archive.piecewise import PiecewiseGraph, graphs_of
 from graphpack.archive.record import Graph, Record
 from graphpack.archive.store import Archive, Entry
 from graphpack.archive.trust import Policy, Trusted, trust_entry
@@ -25,7 +26,7 @@ from graphpack.errors import (
     WeightsMismatchError,
 )
 from graphpack.golden import Golden
-from graphpack.graph import Bucket
+from graphpack.graph import Bucket, Chunk
 from graphpack.identity.agreement import refuse_contradictions
 from graphpack.identity.compat import check_environment
 from graphpack.identity.environment import read_host
@@ -45,8 +46,11 @@ from graphpack.regions import (
 from graphpack.replay import RestoredModel
 from graphpack.results import LoadedEntry, LoadRequest, Observer, VerifiedBucket
 from graphpack.stages import Stages
-from graphpack.trials import verify_graphs
+from graphpack.trials import Trial, verify_graphs
 
+Graphs = dict[Bucket, tuple[Graph, Executable]]
+Pieces = dict[int, tuple[PiecewiseGraph, Executable]]
+Shape = Bucket | Chunk
 MakeRoom = Callable[[Record, Room], None]
 """Told what is to be restored, and what it will take of which device."""
 
@@ -83,6 +87,7 @@ class _Restore:
         self._archive = archive
         self._entry = entry
         self._record = entry.record
+        self._pieces = graphs_of(entry.record)
         self._name = entry.record.entry.name
         self._notes = list(entry.notes)
         self._request = request
@@ -127,13 +132,13 @@ class _Restore:
                 self._session.check_blobs(self._record, self._blobs)
             goldens = self._goldens()
             with self._stage("graphs"):
-                graphs = self._rebuild(undo)
+                graphs, pieces = self._rebuild(undo)
             with self._stage("upload"):
                 memory.ready()
                 self._check_unchanged(source)
-            verified = self._verify(graphs, memory, goldens)
+            verified = self._verify(graphs, pieces, memory, goldens)
             undo.pop_all()
-        return RestoredModel(self._record, graphs, memory, located, self._result(memory, verified))
+        return RestoredModel(self._record, graphs, memory, located, self._result(memory, verified), pieces)
 
     def _check_format(self) -> None:
         record = self._record
@@ -155,6 +160,7 @@ class _Restore:
         """Read, hash and decompress every blob this load needs: with `--verify`, every blob there is."""
         record = self._record
         needed = {blob for graph in record.graphs for blob in (graph.object, *graph.images)}
+        needed |= {piece.object for graph in self._pieces for piece in graph.pieces}
         needed |= {record.constants} if record.constants else set()
         if self._request.verify:
             needed |= {blob.digest for blob in record.blobs}
@@ -224,7 +230,7 @@ class _Restore:
         record = self._record
         problems = self._session.check_placement(record.layout)
         stored, kept = stored_specs(record.weights), constant_specs(record.layout.regions)
-        expected = expected_regions(record.graphs, stored, kept, record.model.effective_dtype)
+        expected = expected_regions(record.graphs, stored, kept, record.model.effective_dtype, self._pieces)
         expected = self._session.expected(record.layout, expected)
         problems = problems or check_layout(record.layout, expected, CAPTURE_VERSION)
         problems += check_specs(record, config) if config else []
@@ -246,28 +252,39 @@ class _Restore:
         if problems:
             raise WeightsMismatchError("the checkpoint changed while it was being loaded", problems)
 
-    def _rebuild(self, undo: ExitStack) -> dict[Bucket, tuple[Graph, Executable]]:
+    def _rebuild(self, undo: ExitStack) -> tuple[Graphs, Pieces]:
         built = self._session.rebuild(self._record, self._blobs, self._request)
         for executable in built.values():
             undo.callback(executable.close)
         graphs = {graph.bucket: (graph, built[graph.bucket]) for graph in self._record.graphs}
-        self._ladder.passed("objects", f"{len(graphs)} graph{'s' if len(graphs) > 1 else ''}")
-        return graphs
+        stitched = self._session.rebuild_pieces(self._record, self._blobs)
+        for executable in stitched.values():
+            undo.callback(executable.close)
+        pieces = {graph.token_count: (graph, stitched[graph.token_count]) for graph in self._pieces}
+        count = len({piece.object for graph in self._pieces for piece in graph.pieces})
+        more = f", {count} pieces" if count else ""
+        self._ladder.passed("objects", f"{len(graphs)} graph{'s' if len(graphs) > 1 else ''}{more}")
+        return graphs, pieces
 
-    def _goldens(self) -> dict[Bucket, Golden]:
+    def _goldens(self) -> dict[Shape, Golden]:
         """What to replay, if anything. Part of the rung `outputs`, but decoded before anything native is loaded."""
-        goldens: dict[Bucket, Golden] = {}
-        for graph in self._record.graphs if self._request.verify or self._other_device else ():
+        goldens: dict[Shape, Golden] = {}
+        if not (self._request.verify or self._other_device):
+            return goldens
+        shapes: list[tuple[Shape, Graph | PiecewiseGraph]] = [(graph.bucket, graph) for graph in self._record.graphs]
+        shapes += [(graph.chunk(self._record), graph) for graph in self._pieces]
+        for shape, graph in shapes:
             where = f"blobs/sha256/{graph.golden}"
-            found = golden.decode(self._golden_blob(graph), graph.bucket, graph.inputs, graph.outputs[0], where)
+            bucket = shape if isinstance(shape, Bucket) else shape.bucket
+            found = golden.decode(self._golden_blob(graph.golden), bucket, graph.inputs, graph.outputs[0], where)
             if found.steps != graph.golden_steps:
                 problem = Problem(where, f"{graph.golden_steps} steps", f"{found.steps} steps in the blob")
                 raise CorruptArchiveError("a golden is not what its graph describes", [problem])
-            goldens[graph.bucket] = found
+            goldens[shape] = found
         return goldens
 
     def _verify(
-        self, graphs: dict[Bucket, tuple[Graph, Executable]], memory: Memory, goldens: dict[Bucket, Golden]
+        self, graphs: Graphs, pieces: Pieces, memory: Memory, goldens: dict[Shape, Golden]
     ) -> tuple[VerifiedBucket, ...]:
         if not goldens:
             self._ladder.skipped("outputs", "load --verify replays the goldens")
@@ -275,19 +292,24 @@ class _Restore:
         memory.exact = memory.exact and not self._other_device
         with self._stage("verify"):
             try:
-                verified = verify_graphs(self._name, graphs, memory, goldens)
+                trials = [Trial(bucket, *graph, goldens[bucket]) for bucket, graph in sorted(graphs.items())]
+                trials += [
+                    Trial(graph.chunk(self._record), graph, executable, goldens[graph.chunk(self._record)])
+                    for _, (graph, executable) in sorted(pieces.items())
+                ]
+                verified = verify_graphs(self._name, trials, memory)
             except InputError as error:
                 # Here the inputs are the archive's own.
                 raise CorruptArchiveError("a golden is not what its graph describes", error.problems) from error
         self._ladder.passed("outputs", f"{sum(bucket.steps for bucket in verified)} steps replayed")
         return verified
 
-    def _golden_blob(self, graph: Graph) -> bytes:
+    def _golden_blob(self, digest: str) -> bytes:
         """Read before with `--verify`; a waiver that calls for verification finds it unread."""
-        if graph.golden not in self._blobs:
+        if digest not in self._blobs:
             blobs = {blob.digest: blob for blob in self._record.blobs}
-            self._blobs[graph.golden] = self._archive.read_blob(blobs[graph.golden])
-        return self._blobs[graph.golden]
+            self._blobs[digest] = self._archive.read_blob(blobs[digest])
+        return self._blobs[digest]
 
     def _result(self, memory: Memory, verified: tuple[VerifiedBucket, ...]) -> LoadedEntry:
         proven = ["archive bytes read", "environment", "weight names, dtypes and shapes", "memory layout"]
@@ -302,6 +324,7 @@ class _Restore:
             name=self._name,
             device=self._record.entry.backend,
             graphs=len(self._record.graphs),
+            pieces=len({piece.object for graph in self._pieces for piece in graph.pieces}),
             stages=dict(self._stage.seconds),
             ladder=tuple(self._ladder.rungs),
             verified=verified,

@@ -15,6 +15,7 @@ from graphpack.arguments import ADDRESSES, PATH, PATHS, TEXT, TEXTS, check_argum
 from graphpack.errors import GraphpackError, Problem, UsageError
 from graphpack.graph import Bucket
 from graphpack.schema import shown
+from graphpack.split_operations import DEFAULT_SPLIT
 from graphpack.words import (
     CPU_ISAS,
     DEVICE_WORDS,
@@ -22,6 +23,7 @@ from graphpack.words import (
     LARGEST_SIZE,
     MODES,
     NAME_WORDS,
+    TOKEN_COUNTS,
     is_device,
     is_entry_name,
 )
@@ -42,8 +44,9 @@ def _device_problems(device: str) -> list[Problem]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
-    """`batch_sizes` and `seq_lens` are sorted and unique; `name` None means the model's own name. `slots` is how many
-    rows can be in progress at once, None for as many as the largest batch."""
+    """`batch_sizes`, `seq_lens` and `token_counts` are sorted and unique; `name` None means the model's own name.
+    `slots` is how many rows can be in progress at once, None for as many as the largest batch. With the mode
+    `piecewise`, prompts are run for any of `token_counts` in pieces, split at `split_operations`."""
 
     model: str
     archive: Path
@@ -58,11 +61,14 @@ class SaveRequest:
     cpu_isa: str | None = None
     compile: bool = False
     mode: str = "full"
+    token_counts: tuple[int, ...] = TOKEN_COUNTS
+    split_operations: tuple[str, ...] = DEFAULT_SPLIT
 
     def __post_init__(self) -> None:
         problems = [
             *_sizes_problems("batch-sizes", self.batch_sizes),
             *_sizes_problems("seq-lens", self.seq_lens),
+            *_sizes_problems("token-counts", self.token_counts),
             *_device_problems(self.device),
         ]
         largest = max((size for size in self.batch_sizes if type(size) is int), default=1)
@@ -77,6 +83,10 @@ class SaveRequest:
             problems.append(Problem("cpu-isa", here=shown(self.cpu_isa), hint=f"one of {', '.join(CPU_ISAS)}"))
         if self.mode not in MODES:
             problems.append(Problem("mode", here=shown(self.mode), hint=f"one of {', '.join(MODES)}"))
+        names = self.split_operations
+        if not names or list(names) != sorted({*names} & {*DEFAULT_SPLIT}):
+            hint = f"some of {', '.join(DEFAULT_SPLIT)}, sorted, each once"
+            problems.append(Problem("split-operations", here=shown(list(names)), hint=hint))
         if problems:
             raise UsageError("nothing can be saved with these settings", problems)
 
@@ -161,6 +171,17 @@ class GraphRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PiecesRow:
+    """One piecewise graph of a saved entry: its different pieces, and their nodes and bytes in all."""
+
+    token_count: int
+    pieces: int
+    nodes: int
+    object_bytes: int
+    seconds_capture: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveResult:
     """`topology` has one digest a graph, in the order of `graphs`; `stages` maps a stage to its seconds."""
 
@@ -168,6 +189,7 @@ class SaveResult:
     archive: Path
     action: Literal["saved", "replaced", "up to date"]
     graphs: tuple[GraphRow, ...]
+    piecewise: tuple[PiecesRow, ...] = ()
     weights_root: str
     layout_fingerprint: str
     settings_digest: str
@@ -202,10 +224,12 @@ class Rung:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifiedBucket:
-    """How the replay of one graph compared with its golden outputs; differences are in units of the outputs."""
+    """How the replay of one graph compared with its golden outputs; differences are in units of the outputs.
+    `token_count` is that of a piecewise graph, whose `batch_size` are the rows it gives logits for."""
 
     batch_size: int
     seq_len: int
+    token_count: int | None = None
     steps: int
     max_difference: float
     tolerance: float
@@ -233,6 +257,7 @@ class LoadedEntry:
     name: str
     device: str
     graphs: int
+    pieces: int = 0
     captures: int = 0
     stages: Mapping[str, float]
     ladder: tuple[Rung, ...]
@@ -284,56 +309,16 @@ class BenchRow:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
     """What a restored model has run: replays by bucket, those of no use left out; the padding rows among them; steps
-    that no graph was captured for. `weights_root` is that of `RestoredModel.weights`."""
+    that no graph was captured for. `prefills` are runs of piecewise graphs by token count, in which `pieces` were
+    replayed and `padded_tokens` were padding. `weights_root` is that of `RestoredModel.weights`."""
 
     replays: Mapping[Bucket, int]
     padded_rows: int
     fallbacks: int
     weights_root: str
-
-
-Finish = Literal["eos", "max_tokens", "seq_len"]
-"""Why a text ended: by a token that ends texts, with as many tokens as were asked for, or with no position left."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Continuation:
-    """What follows a prompt. Seconds count from when all texts were begun."""
-
-    token_ids: tuple[int, ...]
-    finish: Finish
-    seconds_to_first_token: float
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GeneratedText:
-    """A prompt and its continuation, as text and tokens."""
-
-    prompt: str
-    prompt_tokens: int
-    text: str
-    continuation: Continuation
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generated:
-    """Texts in the order of their prompts. `seconds` are those of all steps, prompts being fed included; `stats` what
-    ran in them."""
-
-    name: str
-    device: str
-    texts: tuple[GeneratedText, ...]
-    seconds: float
-    stats: Stats
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(text.continuation.token_ids) for text in self.texts)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds
+    prefills: Mapping[int, int] = field(default_factory=dict)
+    pieces: int = 0
+    padded_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,6 +359,9 @@ class Observer(Protocol):
     def bucket(self, batch_size: int, seq_len: int, text: str) -> None:
         """Something happened to one bucket, such as `captured in 3.1 s`."""
 
+    def pieces(self, token_count: int, text: str) -> None:
+        """Something happened to the pieces for one token count."""
+
     def note(self, text: str) -> None:
         """Something worth knowing that is not an error."""
 
@@ -386,5 +374,7 @@ class SilentObserver:
     def bytes(self, what: str, done: int, total: int) -> None: ...
 
     def bucket(self, batch_size: int, seq_len: int, text: str) -> None: ...
+
+    def pieces(self, token_count: int, text: str) -> None: ...
 
     def note(self, text: str) -> None: ...

@@ -3,33 +3,41 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from graphpack.archive.piecewise import PiecewiseGraph
 from graphpack.archive.record import Graph
 from graphpack.backends import Executable, Memory
 from graphpack.dtypes import DTYPES
 from graphpack.errors import OutputsDifferError, Problem
 from graphpack.golden import Comparison, Golden
-from graphpack.graph import Bucket
+from graphpack.graph import Bucket, Chunk
 from graphpack.inputs import check_inputs
 from graphpack.results import BenchRow, VerifiedBucket
 
 
-def verify_graphs(
-    name: str,
-    graphs: Mapping[Bucket, tuple[Graph, Executable]],
-    memory: Memory,
-    goldens: Mapping[Bucket, Golden],
-) -> tuple[VerifiedBucket, ...]:
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A graph, what runs it, and what it must give."""
+
+    shape: Bucket | Chunk
+    graph: Graph | PiecewiseGraph
+    executable: Executable
+    golden: Golden
+
+
+def verify_graphs(name: str, trials: Sequence[Trial], memory: Memory) -> tuple[VerifiedBucket, ...]:
     """Replay every golden from zeroed state and compare, leaving the state zeroed.
 
     Raises OutputsDifferError with the first step that differs in each bucket.
     """
     verified, problems = [], []
-    for bucket, golden in sorted(goldens.items()):
-        graph, executable = graphs[bucket]
+    for trial in trials:
+        graph, golden, executable = trial.graph, trial.golden, trial.executable
+        bucket, of, tokens = _named(trial.shape)
         output = graph.outputs[0]
         comparison = Comparison(golden, graph.tolerance, memory.exact)
         memory.reset_state()
@@ -39,13 +47,13 @@ def verify_graphs(
             check_inputs(graph.inputs, given, scratch_allowed=True)
             comparison.add(executable.run(given)[output.name], output.dtype)
         problems += [
-            Problem(f"bucket {bucket}, {problem.where}", problem.archived, problem.here)
-            for problem in comparison.problems
+            Problem(f"{of}, {problem.where}", problem.archived, problem.here) for problem in comparison.problems
         ]
         verified.append(
             VerifiedBucket(
                 batch_size=bucket.batch_size,
                 seq_len=bucket.seq_len,
+                token_count=tokens,
                 steps=comparison.steps,
                 max_difference=comparison.max_difference,
                 tolerance=graph.tolerance,
@@ -57,6 +65,12 @@ def verify_graphs(
     if problems:
         raise OutputsDifferError(f"entry '{name}' was restored but its outputs are wrong here", problems)
     return tuple(verified)
+
+
+def _named(shape: Bucket | Chunk) -> tuple[Bucket, str, int | None]:
+    if isinstance(shape, Bucket):
+        return shape, f"bucket {shape}", None
+    return shape.bucket, str(shape), shape.tokens
 
 
 def bench_graphs(graphs: Mapping[Bucket, tuple[Graph, Executable]], memory: Memory, seconds: float) -> list[BenchRow]:

@@ -6,7 +6,7 @@ import re
 
 DTYPE_WORDS = ("auto", "float32", "bfloat16", "float16")
 CPU_ISAS = ("avx2", "avx512")
-MODES = ("full",)
+MODES = ("full", "piecewise")
 LOG_FORMATS = ("human", "json")
 LOG_FORMAT_VARIABLE = "GRAPHPACK_LOG_FORMAT"
 DEVICE_WORDS = "cpu, cuda or cuda:I, such as cuda:0"
@@ -25,6 +25,16 @@ def sizes_of_text(text: str) -> tuple[int, ...] | None:
     if not all(re.fullmatch("[0-9]{1,10}", part) and 1 <= int(part) <= LARGEST_SIZE for part in parts):
         return None
     return tuple(sorted({int(part) for part in parts}))
+
+
+TOKEN_COUNTS = (4, 8, 16, 32, 64, 128, 256, 512)
+"""What a piecewise entry is saved for if nothing else is said."""
+
+
+def names_of_text(text: str) -> tuple[str, ...] | None:
+    """`one,another`: words of letters and underscores, sorted, each once; None for anything else."""
+    parts = [part.strip() for part in text.split(",")]
+    return tuple(sorted(set(parts))) if all(re.fullmatch("[a-z_]{1,64}", part) for part in parts) else None
 
 
 def is_entry_name(text: str) -> bool:

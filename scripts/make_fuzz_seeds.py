@@ -23,12 +23,13 @@ from graphpack.backends.cuda import columns
 from graphpack.golden import Driver, Recorder
 from graphpack.identity.digests import settings_digest
 from graphpack.schema import to_plain
-from tests.archive.build import make_blob, make_record
+from tests.archive.build import blob_path, make_blob, make_record, read_manifest
 from tests.backends.cuda.cubins import cubin
 from tests.backends.cuda.made import small_graph
 from tests.fuzz.targets import BUCKET, INPUTS, SEEDS, WIDTH
 from tests.models.checkpoints import CONFIG, llama_tensors
 
+ARCHIVES = Path(__file__).parents[1] / "tests" / "archives"
 SOURCE = "extern int other(int); int answer(int x) { return other(x) + 42; }"
 
 
@@ -43,6 +44,7 @@ def seeds() -> Iterator[tuple[str, str, bytes]]:
     record = make_record()
     for name, found in {"cpu": record, "one-graph": one_graph(record), "cuda": of_cuda(record)}.items():
         yield "record", name, codec.frame_record(to_plain(found))
+    yield "record", "piecewise", kept_record(ARCHIVES / "cpu-piecewise-1.1")
     yield from (("index", *seed) for seed in documents(record))
     for name, content in {"text": b"some content " * 9, "zeros": bytes(17_000), "short": b"x"}.items():
         yield "zstd", name, len(content).to_bytes(4, "little") + codec.compress(content)
@@ -57,6 +59,11 @@ def seeds() -> Iterator[tuple[str, str, bytes]]:
     yield "checkpoint", "model.safetensors", b"\2" + save(weights)
     for name, data in {"zip": b"PK\x03\x04" + bytes(26) + b"a/data.pkl", "elf": cubin("k"), "text": b"words"}.items():
         yield "path", name, data
+
+
+def kept_record(archive: Path) -> bytes:
+    """The record of the only entry of an archive that is kept."""
+    return blob_path(archive, read_manifest(archive)["config"]["digest"]).read_bytes()
 
 
 def one_graph(record: Record) -> Record:

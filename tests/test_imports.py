@@ -20,20 +20,23 @@ LONGEST_MODULE = 400
 # A module imports only what stands before it.
 ORDER = """
     errors elf words suggestion process jobs logs
-    schema arguments dtypes graph results stages convert home interpreter
+    split_operations schema arguments dtypes graph results texts stages convert home interpreter
     configuration configuration.yaml_file configuration.keys configuration.reader configuration.environment
     configuration.config
-    archive archive.glance archive.record archive.codec archive.limits archive.oci archive.owner archive.files
-    archive.lock archive.looks archive.finding archive.check archive.permissions archive.keys archive.signature
-    archive.reading archive.store archive.collect archive.trust archive.remembered archive.validate
+    archive archive.glance archive.record archive.piecewise archive.codec archive.limits archive.oci archive.owner
+    archive.files archive.lock archive.looks archive.finding archive.check archive.permissions archive.keys
+    archive.signature archive.reading archive.store archive.collect archive.trust archive.remembered archive.validate
     identity identity.environment identity.cpu_isa identity.digests identity.weights identity.layout identity.compat
     identity.agreement
-    models models.step models.safetensors models.seeded models.weights models.architecture models.specs
-    models.checkpoint models.presets models.decoder models.factory models.registry models.locate models.tokenizer
-    regions tensor golden backends lockstep modes
+    models models.step models.safetensors models.seeded models.weights models.blocks models.architecture models.specs
+    models.checkpoint models.presets models.operations models.experts models.decoder
+    models.factory models.registry models.locate models.tokenizer
+    regions tensor golden backends lockstep modes splitting
     backends.inductor_cache
-    backends.cpu.policy backends.cpu.memory backends.cpu.runtime backends.cpu.restore backends.cpu
-    backends.cpu.export backends.cpu.compile backends.cpu.capture backends.cpu.agree backends.cpu.capturing
+    backends.cpu.policy backends.cpu.memory backends.cpu.runtime backends.cpu.stitched backends.cpu.restore
+    backends.cpu
+    backends.cpu.export backends.cpu.compile backends.cpu.capture backends.cpu.pieces backends.cpu.agree
+    backends.cpu.capturing
     backends.cuda.structs backends.cuda.libcuda backends.cuda.driver backends.cuda.device
     backends.cuda.attributes backends.cuda.columns_check backends.cuda.columns backends.cuda.builder
     backends.cuda.host backends.cuda.host_weights backends.cuda.heap backends.cuda.images backends.cuda.spans
@@ -47,27 +50,32 @@ ORDER = """
     backends.cuda.listener backends.cuda.walk backends.cuda.audit backends.cuda.encode
     backends.cuda.space backends.cuda.memory backends.cuda.recorder
     backends.cuda.watch backends.cuda.capture backends.cuda.agree backends.cuda.capturing
-    trust_settings inputs dispatch slots eager weight_update trials replay restore completeness opening budget pool
+    trust_settings inputs dispatch slots eager fallback prefill
+    weight_update trials replay restore completeness opening budget pool
     sampling generate
     signing contents verify
     freshness prewarm entry proof capture recorder
-    documents report
+    documents report progress
     cli.logs cli.answer cli.options cli.save cli.load cli.generate cli.inspect cli.verify cli.sign cli.maintain
     cli.models cli.prewarm cli.config cli.completion cli
     __main__
 """.split()  # noqa: SIM905 - rows are read more easily than seventy lines
 
-# The way of `save`, and of steps that no graph was captured for. All other modules know torch neither at their top nor
-# in their functions.
+# The way of `save`, of steps that no graph was captured for, and of what runs between pieces. All other modules know
+# torch neither at their top nor in their functions.
 MAY_USE_TORCH = {
+    "models.operations",
+    "models.experts",
     "models.decoder",
     "models.factory",
     "lockstep",
     "modes",
+    "splitting",
     "backends.inductor_cache",
     "backends.cpu.export",
     "backends.cpu.compile",
     "backends.cpu.capture",
+    "backends.cpu.pieces",
     "backends.cpu.agree",
     "backends.cpu.capturing",
     "backends.cuda.memory",
@@ -85,7 +93,8 @@ DOORS = {
     ("models.registry", "models.decoder"),
     ("models.registry", "models.factory"),
     ("cli.save", "capture"),
-    ("replay", "eager"),
+    ("fallback", "eager"),
+    ("backends.cpu.stitched", "models.operations"),
 }
 
 MAY_START_PROCESSES = {"backends.cpu.compile", "jobs", "proof"}
@@ -170,8 +179,8 @@ def test_the_list_of_torch_modules_is_tight() -> None:
     assert {module for module in MAY_USE_TORCH if "torch" not in roots(module)} <= {"backends.cpu.capturing"}
 
 
-def test_only_the_report_uses_rich() -> None:
-    assert [module for module in modules() if "rich" in roots(module)] == ["report"]
+def test_only_progress_uses_rich() -> None:
+    assert [module for module in modules() if "rich" in roots(module)] == ["progress"]
 
 
 @pytest.mark.parametrize("module", modules())

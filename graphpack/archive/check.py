@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, Literal
 
-from graphpack.archive import oci
+from graphpack.archive import oci, piecewise
 from graphpack.archive.codec import CONTAINER_LIMIT, unframe_record
 from graphpack.archive.record import FORMAT_MINOR, Features, Graph, Record, Settings, Weights
 from graphpack.dtypes import DTYPES
@@ -20,8 +20,11 @@ from graphpack.schema import SchemaProblems, from_plain, shown
 
 Operation = Literal["inspect", "verify", "load"]
 
-FEATURES: frozenset[str] = frozenset()
+FEATURES = frozenset({piecewise.NAME})
 """The features this version knows. Format 1.0 has none: all that is in it is required of every reader."""
+
+_EXTENSIONS = {piecewise.NAME: piecewise.MINOR}
+"""The extensions this version knows, with the first minor version of the format that has each."""
 
 FLOAT32_TOLERANCE_LIMIT = 2e-4
 """Largest tolerance a float32 graph may record: a larger one would let wrong outputs pass for verified."""
@@ -39,7 +42,10 @@ def decode_record(data: bytes, where: str) -> Record:
     if record is None:
         raise _refusal(plain, problems, where)
     _check_extensions(record, where)
-    contradictions = check_record(record)
+    contradictions, unknown_keys = piecewise.check_piecewise(record)
+    if unknown_keys and not contradictions:
+        raise UnsupportedFormatError(f"{where}: the record has keys this graphpack does not know", unknown_keys)
+    contradictions = contradictions or check_record(record)
     if contradictions:
         unknown = _unknown_features(_needed(record.features) - FEATURES)
         raise _needs_newer(where, unknown) if unknown else _contradicts(where, contradictions)
@@ -81,8 +87,8 @@ def _check_extensions(record: Record, where: str) -> None:
     """Only a later minor version may extend a record, and each extension belongs to a named feature."""
     features = record.features
     named = _needed(features) | {*features.optional}
-    newer = record.format.minor > FORMAT_MINOR
-    unknown = [key for key in record.extensions if not newer or key not in named]
+    minor = record.format.minor
+    unknown = [key for key in record.extensions if key not in named or minor < _EXTENSIONS.get(key, FORMAT_MINOR + 1)]
     if unknown:
         problems = [Problem(f"extensions.{key}", shown(record.extensions[key]), "unknown key") for key in unknown]
         raise UnsupportedFormatError(f"{where}: the record has extensions this graphpack does not know", problems)
@@ -105,6 +111,9 @@ def check_record(record: Record) -> list[Problem]:
         problems += _check_graph(where, graph, record.model.effective_dtype)
         problems += _unplaced(f"{where}.bindings", graph.bindings, kinds, ("weight", "constant"))
         problems += _unplaced(f"{where}.state", (spec.name for spec in graph.state), kinds, ("state",))
+    for position, split in enumerate(piecewise.graphs_of(record)):
+        where = f"extensions.{piecewise.NAME}.graphs[{position}]"
+        problems += _check_tolerance(where, split.tolerance, split.deviation, record.model.effective_dtype)
     return problems
 
 
@@ -135,6 +144,12 @@ def _check_blobs(record: Record) -> list[Problem]:
     uses += [
         (f"graphs[{position}].golden", graph.golden, oci.GOLDEN_TYPE) for position, graph in enumerate(record.graphs)
     ]
+    for position, split in enumerate(piecewise.graphs_of(record)):
+        at = f"extensions.{piecewise.NAME}.graphs[{position}]"
+        uses += [
+            (f"{at}.pieces[{index}].object", piece.object, object_type) for index, piece in enumerate(split.pieces)
+        ]
+        uses.append((f"{at}.golden", split.golden, oci.GOLDEN_TYPE))
     if record.constants is not None:
         uses.append(("constants", record.constants, oci.CONSTANTS_TYPE))
     types = {blob.digest: blob.media_type for blob in record.blobs}
@@ -153,13 +168,18 @@ def _check_graph(where: str, graph: Graph, dtype: str) -> list[Problem]:
     shape = graph.outputs[0].shape if graph.outputs else ()
     if len(shape) != 2 or 0 in shape:
         problems.append(Problem(f"{where}.outputs", shown(list(shape)), "the first is [batch, width]"))
-    tolerance = f"{graph.tolerance:g}"
-    if dtype == "float32" and graph.tolerance > FLOAT32_TOLERANCE_LIMIT:
-        problems.append(Problem(f"{where}.tolerance", tolerance, f"at most {FLOAT32_TOLERANCE_LIMIT:g} for float32"))
-    if graph.deviation > graph.tolerance:
-        problems.append(Problem(f"{where}.deviation", f"{graph.deviation:g}", f"at most its tolerance, {tolerance}"))
-    if dtype != "float32" and graph.tolerance == 0:
-        problems.append(Problem(f"{where}.tolerance", tolerance, f"above 0 for {dtype}"))
+    return problems + _check_tolerance(where, graph.tolerance, graph.deviation, dtype)
+
+
+def _check_tolerance(where: str, tolerance: float, deviation: float, dtype: str) -> list[Problem]:
+    problems = []
+    if dtype == "float32" and tolerance > FLOAT32_TOLERANCE_LIMIT:
+        here = f"at most {FLOAT32_TOLERANCE_LIMIT:g} for float32"
+        problems.append(Problem(f"{where}.tolerance", f"{tolerance:g}", here))
+    if deviation > tolerance:
+        problems.append(Problem(f"{where}.deviation", f"{deviation:g}", f"at most its tolerance, {tolerance:g}"))
+    if dtype != "float32" and tolerance == 0:
+        problems.append(Problem(f"{where}.tolerance", f"{tolerance:g}", f"above 0 for {dtype}"))
     return problems
 
 

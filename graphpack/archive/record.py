@@ -15,7 +15,7 @@ from graphpack.graph import Bucket, Region, TensorSpec
 from graphpack.schema import Count, Digest, Extents, Positive, Rule, matching, one_of
 
 FORMAT_MAJOR = 1
-FORMAT_MINOR = 0
+FORMAT_MINOR = 1
 
 _TAG = "[A-Za-z0-9_][A-Za-z0-9._-]{0,127}"
 EntryName = Annotated[str, matching(f"a registry tag: `{_TAG}`", _TAG)]
@@ -66,7 +66,7 @@ class Producer:
 class EntryIdentity:
     name: EntryName
     backend: Annotated[str, one_of("cpu", "cuda")]
-    mode: Annotated[str, one_of("full")]
+    mode: Annotated[str, one_of("full", "piecewise")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

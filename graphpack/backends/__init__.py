@@ -19,8 +19,9 @@ from graphpack.errors import EnvironmentMismatchError, Problem, WeightsMismatchE
 if TYPE_CHECKING:
     import numpy as np
 
+    from graphpack.archive.piecewise import PiecewiseGraph, PiecewiseSettings
     from graphpack.archive.record import Environment, Graph, Layout, Record, Settings, Weights
-    from graphpack.graph import Bucket, Region
+    from graphpack.graph import Bucket, Chunk, Region
     from graphpack.identity.environment import CudaDevice, Host
     from graphpack.identity.weights import Carrier
     from graphpack.models.registry import ResolvedModel
@@ -156,6 +157,9 @@ class Session(Protocol):
     def rebuild(self, record: Record, blobs: Mapping[str, bytes], request: LoadRequest) -> Mapping[Bucket, Executable]:
         """Every graph over the memory that was allocated; all of them or, when it raises, none."""
 
+    def rebuild_pieces(self, record: Record, blobs: Mapping[str, bytes]) -> Mapping[int, Executable]:
+        """Likewise every piecewise graph, by its token count."""
+
     def close(self) -> None:
         """Give back the device. The memory's `close` does it, too; closing twice is fine."""
 
@@ -182,6 +186,16 @@ class CapturedGraph:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedPieces:
+    """One piecewise graph as the record will describe it, its blobs still unwritten; `objects` are its pieces'."""
+
+    graph: PiecewiseGraph
+    objects: tuple[bytes, ...]
+    golden: bytes
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedEntry:
     """All graphs of an entry, smallest bucket first, and what they share; `constants` stand in the layout's order.
 
@@ -193,12 +207,13 @@ class CapturedEntry:
     constants: Mapping[str, bytes]
     images: Mapping[str, bytes]
     environment: Environment
+    piecewise: tuple[CapturedPieces, ...] = ()
     zeroed: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
 
 
-Captured = Callable[["Bucket", int, float], None]
-"""Told of each bucket that was captured: its nodes and the seconds it took."""
+Captured = Callable[["Bucket | Chunk", int, float], None]
+"""Told of each bucket and each token count that was captured: its nodes and the seconds it took."""
 
 
 class Capturing(Protocol):
@@ -221,8 +236,10 @@ class Capturing(Protocol):
         environment: Environment,
         dtype: str,
         done: Captured,
+        piecewise: PiecewiseSettings | None = None,
     ) -> CapturedEntry:
-        """Capture every bucket of `settings` and compare each graph with the model run eagerly."""
+        """Capture every bucket of `settings`, and every token count of `piecewise`, and compare each graph with the
+        model run eagerly."""
 
 
 def capturing(request: SaveRequest) -> Capturing:

@@ -15,8 +15,8 @@ from graphpack.errors import NotFoundError, Problem, UsageError
 if TYPE_CHECKING:
     from graphpack.models.tokenizer import Tokenizer
     from graphpack.replay import RestoredModel
-    from graphpack.results import Continuation, Generated
     from graphpack.sampling import Sampling
+    from graphpack.texts import Continuation, Generated
 
 DRAWING = {"top_k": "--top-k", "top_p": "--top-p", "seed": "--seed"}
 """Options that have a meaning where tokens are drawn."""
@@ -146,7 +146,7 @@ def _generate(
 ) -> Generated:
     from graphpack import generate, logs
     from graphpack.models.tokenizer import Tokenizer, stop_tokens
-    from graphpack.results import Generated, GeneratedText
+    from graphpack.texts import Generated, GeneratedText
 
     name = model.record.entry.name
     directory = directory or model.checkpoint

@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from graphpack import documents, logs, report
+from graphpack import documents, logs, progress, report
 from graphpack.errors import GraphpackError
 from graphpack.results import Observer
 
@@ -44,7 +44,7 @@ def observer() -> AbstractContextManager[Observer]:
     """Progress of the command that runs, in the format of its log lines."""
     if click.get_current_context().meta[LOG_FORMAT] == "json":
         return nullcontext(Told())
-    return report.observer(sys.stderr)
+    return progress.observer(sys.stderr)
 
 
 def failure(error: GraphpackError) -> str:
@@ -96,12 +96,15 @@ class Told:
     def stage(self, name: str) -> None: ...
 
     def bytes(self, what: str, done: int, total: int) -> None:
-        if time.monotonic() - self._last > report.SECONDS_BETWEEN_LINES:
+        if time.monotonic() - self._last > progress.SECONDS_BETWEEN_LINES:
             self._last = time.monotonic()
             logs.info(f"{what}: {report.size(done)} of {report.size(total)}")
 
     def bucket(self, batch_size: int, seq_len: int, text: str) -> None:
         logs.info(text, bucket=f"{batch_size}x{seq_len}")
+
+    def pieces(self, token_count: int, text: str) -> None:
+        logs.info(f"{token_count} tokens: {text}")
 
     def note(self, text: str) -> None:
         logs.info(text)

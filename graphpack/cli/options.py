@@ -14,9 +14,11 @@ from graphpack.words import (
     DEVICE_WORDS,
     DTYPE_WORDS,
     LARGEST_SIZE,
+    MODES,
     NAME_WORDS,
     is_device,
     is_entry_name,
+    names_of_text,
     sizes_of_text,
 )
 
@@ -30,6 +32,14 @@ def size_list(value: str) -> tuple[int, ...]:
     if sizes is None:
         raise click.BadParameter(f"{value!r} is not a list of whole numbers from 1 to {LARGEST_SIZE}, such as 1,2,4")
     return sizes
+
+
+def name_list(value: str) -> tuple[str, ...]:
+    """`one,another`: names, sorted, each once. Which there are the request knows."""
+    names = names_of_text(value)
+    if names is None:
+        raise click.BadParameter(f"{value!r} is not a list of names, such as slot_attention,route_experts")
+    return names
 
 
 def device(value: str) -> str:
@@ -119,6 +129,23 @@ def setting_options(function: Callable[..., Any]) -> Callable[..., Any]:
                 "--compile/--no-compile",
                 default=None,
                 help="On cuda, capture the kernels of torch.compile. Default: eager ones.",
+            ),
+            click.option(
+                "--mode",
+                type=click.Choice(MODES),
+                help="With piecewise, prompts run many tokens at a time, in pieces. Default: full.",
+            ),
+            click.option(
+                "--token-counts",
+                type=size_list,
+                metavar="LIST",
+                help="In mode piecewise, tokens at a time. Default: 4 to 512, each double.",
+            ),
+            click.option(
+                "--split-operations",
+                type=name_list,
+                metavar="LIST",
+                help="In mode piecewise, what runs between pieces. Default: all there are.",
             ),
         )
     ):

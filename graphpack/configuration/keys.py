@@ -12,7 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graphpack.words import CPU_ISAS, DEVICE_WORDS, DTYPE_WORDS, LARGEST_SIZE, MODES, is_device, sizes_of_text
+from graphpack.split_operations import DEFAULT_SPLIT
+from graphpack.words import (
+    CPU_ISAS,
+    DEVICE_WORDS,
+    DTYPE_WORDS,
+    LARGEST_SIZE,
+    MODES,
+    TOKEN_COUNTS,
+    is_device,
+    names_of_text,
+    sizes_of_text,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +80,11 @@ def _sizes(value: Any) -> tuple[int, ...] | None:
     return tuple(sorted(set(value))) if good else None
 
 
+def _names(value: Any) -> tuple[str, ...] | None:
+    good = isinstance(value, list) and value and all(isinstance(item, str) and item for item in value)
+    return names_of_text(",".join(value)) if good else None
+
+
 def _size_of_text(text: str) -> int | None:
     value = int(text) if re.fullmatch("[0-9]{1,10}", text) else 0
     return value if _is_size(value) else None
@@ -87,6 +103,10 @@ SIZE = Kind(
 )
 FLAG = Kind("true or false", lambda value: value if isinstance(value, bool) else None, "1 or 0", _flag_of_text)
 
+NAMES = Kind(
+    "a list of names, such as [slot_attention]", _names, "names, such as slot_attention,route_experts", names_of_text
+)
+
 ARCHIVE_DIR = Key("archive_dir", PATH, None, "GRAPHPACK_ARCHIVE_DIR", "ARCHIVE", "archive")
 MODEL_KEYS = (
     Key("path", PATH, None, "", "MODEL", ""),
@@ -97,7 +117,16 @@ MODEL_KEYS = (
     Key("slots", SIZE, None, "GRAPHPACK_SLOTS", "--slots", "slots"),
     Key("cpu_isa", _choice(*CPU_ISAS), None, "GRAPHPACK_CPU_ISA", "--cpu-isa", "cpu_isa"),
     Key("compile", FLAG, False, "GRAPHPACK_COMPILE", "--compile", "compile"),
-    Key("mode", _choice(*MODES), "full", "GRAPHPACK_MODE", "", "mode"),
+    Key("mode", _choice(*MODES), "full", "GRAPHPACK_MODE", "--mode", "mode"),
+    Key("token_counts", SIZES, TOKEN_COUNTS, "GRAPHPACK_TOKEN_COUNTS", "--token-counts", "token_counts"),
+    Key(
+        "split_operations",
+        NAMES,
+        DEFAULT_SPLIT,
+        "GRAPHPACK_SPLIT_OPERATIONS",
+        "--split-operations",
+        "split_operations",
+    ),
 )
 
 
@@ -114,6 +143,8 @@ class ModelConfig:
     cpu_isa: str | None = None
     compile: bool | None = None
     mode: str | None = None
+    token_counts: tuple[int, ...] | None = None
+    split_operations: tuple[str, ...] | None = None
 
 
 NOTHING = ModelConfig()

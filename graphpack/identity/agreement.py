@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from graphpack.archive.piecewise import NAME, graphs_of
 from graphpack.archive.record import Model, Record, Weights
 from graphpack.errors import CorruptArchiveError, Problem
-from graphpack.identity.digests import config_digest
+from graphpack.identity.digests import config_digest, stitching_digest
 from graphpack.identity.layout import check_fingerprint, check_regions
 from graphpack.identity.weights import check_recorded
 
@@ -20,6 +21,7 @@ def check_agreement(record: Record) -> list[Problem]:
     """What `archive.check` leaves: identities, dtypes and memory. Needs no weights and no device."""
     layout, weights = record.layout, record.weights
     problems = [*check_model(record.model, weights), *check_recorded(weights), *check_attention(record)]
+    problems += check_stitching(record)
     arena = record.entry.backend == "cuda"
     return [*problems, *check_fingerprint(layout), *check_regions(layout, arena=arena)]
 
@@ -38,6 +40,20 @@ def check_model(model: Model, weights: Weights) -> list[Problem]:
         here = f"{effective}, as {model.requested_dtype} of {model.stored_dtype} weights"
         problems.append(Problem("model.effective_dtype", model.effective_dtype, here, "save again"))
     return problems
+
+
+def check_stitching(record: Record) -> list[Problem]:
+    """Piecewise graphs whose topology is not that of their pieces and calls."""
+    return [
+        Problem(
+            f"extensions.{NAME}.graphs[{position}].topology",
+            graph.topology[:12],
+            f"computed {stitching_digest(graph)[:12]}",
+            "save again",
+        )
+        for position, graph in enumerate(graphs_of(record))
+        if graph.topology != stitching_digest(graph)
+    ]
 
 
 def check_attention(record: Record) -> list[Problem]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphpack.errors import Problem, WeightsMismatchError
+from graphpack.models.blocks import ROPE_TYPES, ExpertsConfig, Rope
 from graphpack.schema import shown
 
 Shape = tuple[int, ...]
@@ -28,6 +29,7 @@ class _Family:
     architecture: str
     model_type: str
     qk_norm: bool = False
+    routed: bool = False
 
 
 _FAMILIES = (
@@ -35,33 +37,10 @@ _FAMILIES = (
     _Family("MistralForCausalLM", "mistral"),
     _Family("Qwen2ForCausalLM", "qwen2"),
     _Family("Qwen3ForCausalLM", "qwen3", qk_norm=True),
+    _Family("Qwen3MoeForCausalLM", "qwen3_moe", qk_norm=True, routed=True),
 )
 ARCHITECTURES = tuple(family.architecture for family in _FAMILIES)
 """Supported names of the `architectures` key."""
-
-ROPE_TYPES = ("default", "linear", "llama3")
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotary embedding. `linear` and `llama3` use `factor`; `llama3` the last three, which are 0 in the others."""
-
-    kind: str
-    theta: float
-    factor: float = 1.0
-    low_freq_factor: float = 0.0
-    high_freq_factor: float = 0.0
-    original_positions: int = 0
-
-    def to_config(self) -> dict[str, Any]:
-        plain: dict[str, Any] = {"rope_type": self.kind, "rope_theta": self.theta}
-        if self.kind != "default":
-            plain["factor"] = self.factor
-        if self.kind == "llama3":
-            plain["low_freq_factor"] = self.low_freq_factor
-            plain["high_freq_factor"] = self.high_freq_factor
-            plain["original_max_position_embeddings"] = self.original_positions
-        return plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +68,7 @@ class DecoderConfig:
     mlp_bias: bool
     qk_norm: bool
     windows: tuple[int | None, ...]
+    experts: ExpertsConfig | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], source: str = "config.json") -> DecoderConfig:
@@ -101,6 +81,7 @@ class DecoderConfig:
 
     def to_config(self) -> dict[str, Any]:
         """The canonical plain map of the record: one spelling for all files that mean the same graph."""
+        experts = {"experts": self.experts.to_config()} if self.experts else {}
         return {
             "architecture": self.architecture,
             "vocab_size": self.vocab_size,
@@ -119,11 +100,12 @@ class DecoderConfig:
             "mlp_bias": self.mlp_bias,
             "qk_norm": self.qk_norm,
             "windows": list(self.windows),
+            **experts,
         }
 
     def tensor_shapes(self) -> dict[str, Shape]:
         """Every parameter by its checkpoint name, in order of use; `lm_head.weight` is there even when tied."""
-        hidden, inner = self.hidden_size, self.intermediate_size
+        hidden = self.hidden_size
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         shapes: dict[str, Shape] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
 
@@ -133,7 +115,7 @@ class DecoderConfig:
                 shapes[f"{name}.bias"] = (rows,)
 
         for layer in range(self.num_layers):
-            prefix = f"model.layers.{layer}"
+            prefix, inner = f"model.layers.{layer}", self.intermediate_size
             shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
             linear(f"{prefix}.self_attn.q_proj", heads, hidden, self.qkv_bias)
             linear(f"{prefix}.self_attn.k_proj", kv_heads, hidden, self.qkv_bias)
@@ -143,9 +125,15 @@ class DecoderConfig:
                 shapes[f"{prefix}.self_attn.k_norm.weight"] = (self.head_dim,)
             linear(f"{prefix}.self_attn.o_proj", hidden, heads, self.output_bias)
             shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
-            linear(f"{prefix}.mlp.gate_proj", inner, hidden, self.mlp_bias)
-            linear(f"{prefix}.mlp.up_proj", inner, hidden, self.mlp_bias)
-            linear(f"{prefix}.mlp.down_proj", hidden, inner, self.mlp_bias)
+            blocks = [f"{prefix}.mlp"]
+            if self.experts is not None and layer in self.experts.layers:
+                linear(f"{prefix}.mlp.gate", self.experts.count, hidden, False)
+                inner = self.experts.intermediate_size
+                blocks = [f"{prefix}.mlp.experts.{number}" for number in range(self.experts.count)]
+            for block in blocks:
+                linear(f"{block}.gate_proj", inner, hidden, self.mlp_bias)
+                linear(f"{block}.up_proj", inner, hidden, self.mlp_bias)
+                linear(f"{block}.down_proj", hidden, inner, self.mlp_bias)
         shapes["model.norm.weight"] = (hidden,)
         shapes["lm_head.weight"] = (self.vocab_size, hidden)
         return shapes
@@ -220,7 +208,7 @@ def _read(reader: _Reader) -> DecoderConfig | None:
         reader.refuse("hidden_act", "graphpack supports silu")
     if heads % kv_heads:
         reader.refuse("num_key_value_heads", f"must divide num_attention_heads, {heads}")
-    attention_bias = reader.flag("attention_bias", False) if family.model_type in ("llama", "qwen3") else False
+    attention_bias = reader.flag("attention_bias", False) if llama or family.qk_norm else False
     return DecoderConfig(
         architecture=family.architecture,
         vocab_size=reader.size("vocab_size"),
@@ -239,6 +227,26 @@ def _read(reader: _Reader) -> DecoderConfig | None:
         mlp_bias=reader.flag("mlp_bias", False) if llama else False,
         qk_norm=family.qk_norm,
         windows=_windows(reader, family, layers),
+        experts=_experts(reader, layers) if family.routed else None,
+    )
+
+
+def _experts(reader: _Reader, layers: int) -> ExpertsConfig:
+    # transformers 5 writes the first, and reads both.
+    key = "num_local_experts" if reader.config.get("num_local_experts") is not None else "num_experts"
+    count, top_k = reader.size(key, 128), reader.size("num_experts_per_tok", 8)
+    if top_k > count:
+        reader.refuse("num_experts_per_tok", f"must be at most {key}, {count}")
+    step, dense = reader.size("decoder_sparse_step", 1), reader.config.get("mlp_only_layers") or []
+    if type(dense) is not list or not all(type(layer) is int for layer in dense):
+        reader.refuse("mlp_only_layers", "must be a list of layers")
+        dense = []
+    return ExpertsConfig(
+        count=count,
+        top_k=top_k,
+        intermediate_size=reader.size("moe_intermediate_size", 768),
+        normalize=reader.flag("norm_topk_prob", False),
+        layers=tuple(layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0),
     )
 
 
@@ -336,6 +344,9 @@ def _windows(reader: _Reader, family: _Family, layers: int) -> tuple[int | None,
         if "sliding_window" in reader.config and reader.config["sliding_window"] is None:
             return (None,) * layers
         return (reader.size("sliding_window", _MISTRAL_WINDOW),) * layers
+    if family.routed and reader.flag("use_sliding_window", False):
+        reader.refuse("use_sliding_window", "graphpack supports experts without sliding windows")
+        return (None,) * layers
     window: int | None = None
     if reader.flag("use_sliding_window", False):
         explicit_none = "sliding_window" in reader.config and reader.config["sliding_window"] is None

@@ -1,14 +1,14 @@
-"""One decode step of a Llama-like decoder, as a plain torch module.
+"""A Llama-like decoder as plain torch modules: one decode step, and the prefill of prompts.
 
 Parameter names are the checkpoint's tensor names; arithmetic follows transformers, with norms and rotary angles in
-float32. A step takes one token for each row; rows are independent, each at its own position in its own slot of
-the key-value state.
+float32. A step takes one token for each row, a prefill any number; rows are independent, each at its own position in
+its own slot of the key-value state.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,11 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graphpack.dtypes import DTYPES
-from graphpack.graph import Bucket, TensorSpec
+from graphpack.graph import Bucket, Chunk, TensorSpec
 from graphpack.models.architecture import DecoderConfig
-from graphpack.models.specs import decode_inputs, decode_outputs, decode_state
+from graphpack.models.experts import Experts, every_expert, routed_experts
+from graphpack.models.operations import slot_attention
+from graphpack.models.specs import decode_inputs, decode_outputs, decode_state, prefill_inputs, prefill_outputs
 from graphpack.models.weights import WeightSource
 
 
@@ -97,8 +99,15 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         return functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=visible)
 
 
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""Number of a layer, `query` `[tokens, heads, dim]`, `key` and `value` `[tokens, kv_heads, dim]` -> what those tokens
+see, `tokens * heads * dim` elements."""
+Route = Callable[[Experts, Tensor], Tensor]
+"""A block of experts and what goes through it, `[tokens, hidden]` -> the same shape."""
+
+
 class Attention(nn.Module):
-    """Grouped-query attention over the state of each row's slot."""
+    """Grouped-query attention; the state, and what of it a token sees, is the caller's."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -111,32 +120,13 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(
-        self,
-        x: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        positions: Tensor,
-        slots: Tensor,
-        mask: Tensor,
-        keys: Tensor,
-        values: Tensor,
-    ) -> Tensor:
-        """`x` `[batch, hidden]`, `mask` bool `[batch, seq_len]`; `keys` and `values`, the state, change in place."""
-        batch = x.shape[0]
-        query = rotate(self.q_norm(self.q_proj(x).view(batch, self.num_heads, self.head_dim)), *rotation)
-        key = rotate(self.k_norm(self.k_proj(x).view(batch, self.num_kv_heads, self.head_dim)), *rotation)
-        value = self.v_proj(x).view(batch, self.num_kv_heads, self.head_dim)
-        place = (slots[:, None], torch.arange(self.num_kv_heads, device=x.device), positions[:, None])
-        keys[place] = key
-        values[place] = value
-        seq_len = mask.shape[-1]
-        attended = attend(
-            query,
-            keys[:, :, :seq_len].index_select(0, slots),
-            values[:, :, :seq_len].index_select(0, slots),
-            mask,
-        )
-        projected: Tensor = self.o_proj(attended.reshape(batch, -1))
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], layer: int, attend: Attend) -> Tensor:
+        """`x` `[tokens, hidden]` -> the same shape."""
+        tokens = x.shape[0]
+        query = rotate(self.q_norm(self.q_proj(x).view(tokens, self.num_heads, self.head_dim)), *rotation)
+        key = rotate(self.k_norm(self.k_proj(x).view(tokens, self.num_kv_heads, self.head_dim)), *rotation)
+        value = self.v_proj(x).view(tokens, self.num_kv_heads, self.head_dim)
+        projected: Tensor = self.o_proj(attend(layer, query, key, value).reshape(tokens, -1))
         return projected
 
 
@@ -155,25 +145,19 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
+        self.layer = layer
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config)
+        routed = config.experts is not None and layer in config.experts.layers
+        self.mlp = Experts(config) if routed else MLP(config)
 
-    def forward(
-        self,
-        x: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        positions: Tensor,
-        slots: Tensor,
-        mask: Tensor,
-        keys: Tensor,
-        values: Tensor,
-    ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rotation, positions, slots, mask, keys, values)
-        result: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend, route: Route) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotation, self.layer, attend)
+        normed = self.post_attention_layernorm(x)
+        result: Tensor = x + (route(self.mlp, normed) if isinstance(self.mlp, Experts) else self.mlp(normed))
         return result
 
 
@@ -184,23 +168,19 @@ class Decoder(nn.Module):
         super().__init__()
         self.windows = config.windows
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.rotary_emb = RotaryEmbedding(config)
 
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, slots: Tensor, state: Sequence[Tensor], seq_len: int
-    ) -> Tensor:
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, route: Route) -> Tensor:
         x: Tensor = self.embed_tokens(token_ids)
         rotation = self.rotary_emb(positions, x.dtype)
-        masks = self._masks(positions, seq_len)
-        for index, layer in enumerate(self.layers):
-            mask = masks[self.windows[index]]
-            x = layer(x, rotation, positions, slots, mask, state[2 * index], state[2 * index + 1])
+        for layer in self.layers:
+            x = layer(x, rotation, attend, route)
         normed: Tensor = self.norm(x)
         return normed
 
-    def _masks(self, positions: Tensor, seq_len: int) -> dict[int | None, Tensor]:
+    def masks(self, positions: Tensor, seq_len: int) -> dict[int | None, Tensor]:
         """For each window that a layer has, which of `seq_len` positions each row sees: bool `[batch, seq_len]`."""
         places = torch.arange(seq_len, device=positions.device)[None]
         past = places <= positions[:, None]
@@ -223,8 +203,45 @@ class CausalLM(nn.Module):
         self.seq_len = seq_len
 
     def forward(self, token_ids: Tensor, positions: Tensor, slots: Tensor, *state: Tensor) -> Tensor:
-        """Three of int64 `[batch]`, then each layer's keys and values -> logits `[batch, vocab]`."""
-        logits: Tensor = self.lm_head(self.model(token_ids, positions, slots, state, self.seq_len))
+        """Three of int64 `[batch]`, then each layer's keys and values, which change in place -> logits
+        `[batch, vocab]`."""
+        masks = self.model.masks(positions, self.seq_len)
+
+        def attend_state(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys, values = state[2 * layer], state[2 * layer + 1]
+            place = (slots[:, None], torch.arange(key.shape[1], device=key.device), positions[:, None])
+            keys[place] = key
+            values[place] = value
+            seen_keys = keys[:, :, : self.seq_len].index_select(0, slots)
+            seen_values = values[:, :, : self.seq_len].index_select(0, slots)
+            return attend(query, seen_keys, seen_values, masks[self.model.windows[layer]])
+
+        logits: Tensor = self.lm_head(self.model(token_ids, positions, attend_state, every_expert))
+        return logits
+
+
+class PrefillLM(nn.Module):
+    """The decoder for many tokens of few rows at once, which is split at what it does with state and with experts."""
+
+    def __init__(self, model: Decoder, lm_head: nn.Linear) -> None:
+        super().__init__()
+        self.model = model
+        self.lm_head = lm_head
+
+    def forward(self, token_ids: Tensor, positions: Tensor, slots: Tensor, ends: Tensor, *state: Tensor) -> Tensor:
+        """Three of int64 `[tokens]`, the numbers of the tokens whose logits are wanted, int64 `[rows]`, then each
+        layer's keys and values, which change in place -> logits `[rows, vocab]`."""
+
+        def attend_slots(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            places = positions, slots, state[2 * layer], state[2 * layer + 1]
+            attended: Tensor = slot_attention(query, key, value, *places, self.model.windows[layer] or 0)
+            return attended
+
+        def route(block: Experts, x: Tensor) -> Tensor:
+            return routed_experts(block, x, slots, state[0].shape[0] - 1)
+
+        hidden = self.model(token_ids, positions, attend_slots, route)
+        logits: Tensor = self.lm_head(hidden.index_select(0, ends))
         return logits
 
 
@@ -257,6 +274,15 @@ class DecoderStep:
 
     def outputs(self, bucket: Bucket) -> tuple[TensorSpec, ...]:
         return decode_outputs(self._config, bucket, self._dtype)
+
+    def prefill_module(self) -> nn.Module:
+        return PrefillLM(self._whole.model, self._whole.lm_head).eval()
+
+    def prefill_inputs(self, chunk: Chunk, slots: int) -> tuple[TensorSpec, ...]:
+        return prefill_inputs(self._config, chunk, slots)
+
+    def prefill_outputs(self, chunk: Chunk) -> tuple[TensorSpec, ...]:
+        return prefill_outputs(self._config, chunk, self._dtype)
 
     def state(self, slots: int, seq_len: int) -> tuple[TensorSpec, ...]:
         return decode_state(self._config, slots, seq_len, self._dtype)

@@ -98,6 +98,23 @@ _ALL = (
         _settings("Qwen3ForCausalLM", "qwen3", "float32", **_TINY, rms_norm_eps=1e-6, tie_word_embeddings=True),
     ),
     Preset(
+        "tiny-qwen3-moe",
+        "2 layers, hidden size 64, 3 of 8 experts, alike to their router two by two; for trying things out",
+        "float32",
+        _settings(
+            "Qwen3MoeForCausalLM",
+            "qwen3_moe",
+            "float32",
+            **_TINY,
+            rms_norm_eps=1e-6,
+            tie_word_embeddings=False,
+            num_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=32,
+            norm_topk_prob=True,
+        ),
+    ),
+    Preset(
         "qwen3-0.6b",
         "the shapes of Qwen3-0.6B; made-up weights",
         "bfloat16",

@@ -22,7 +22,9 @@ EMBEDDING = "model.embed_tokens.weight"
 """The tensor whose dtype is called the checkpoint's."""
 
 _FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
-_DECODER_SOURCES = ("graphpack.models.architecture", "graphpack.models.decoder")
+_DECODER_SOURCES = tuple(
+    f"graphpack.models.{name}" for name in ("architecture", "blocks", "operations", "experts", "decoder")
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ BLOCK_BYTES = 2 << 20
 
 _DOMAIN = b"graphpack seeded weights 1"
 _ROTATION_BYTES = 64
+_ROUTER = ".mlp.gate.weight"
 # (bytes an element, mantissa bits, exponent bias) of the formats with a leading sign bit.
 _LAYOUTS = {"float32": (4, 23, 127), "bfloat16": (2, 7, 127)}
 
@@ -29,6 +30,12 @@ def chunks(model: str, name: str, dtype: str, shape: tuple[int, ...], tied: bool
     """The bytes of one tensor, in order. `tied` says that an embedding is the output projection as well."""
     import numpy as np
 
+    if name.endswith(_ROUTER) and shape[0] > 1:
+        # Experts are alike to their router two by two, as no made-up numbers would make them.
+        half = (shape[0] // 2, *shape[1:])
+        for rows in (half, half, (shape[0] % 2, *shape[1:])):
+            yield from chunks(model, f"{name} rows", dtype, rows, tied) if prod(rows) else ()
+        return
     itemsize, _, _ = _LAYOUTS[dtype]
     total = prod(shape) * itemsize
     key = hashlib.sha256(b"\0".join((_DOMAIN, model.encode(), name.encode()))).digest()

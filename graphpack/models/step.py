@@ -62,6 +62,8 @@ class StepModel(Protocol):
       factory: it takes the weights from this directory, or from the one given as `--weights`.
     - `architecture: str`: the model's name in the archive; the class's name by default.
     - `config: Mapping`: plain values (numbers, strings, lists, maps) that tell two models of one class apart.
+
+    With methods `prefill_module`, `prefill_inputs` and `prefill_outputs` it can be saved in pieces; see docs/modes.md.
     """
 
     def module_for(self, bucket: Bucket) -> torch.nn.Module:

@@ -119,15 +119,21 @@ def test_unknown_keys_are_of_a_later_version(archive: Path) -> None:
 
 
 def test_a_later_minor_may_not_add_keys_just_anywhere(archive: Path) -> None:
-    reseal(archive, "format.minor", 1)
-    assert Archive.open(archive).find(None)[0].record.format == FormatVersion(major=1, minor=1)
+    reseal(archive, "format.minor", 2)
+    assert Archive.open(archive).find(None)[0].record.format == FormatVersion(major=1, minor=2)
     reseal(archive, "model.flavour", "sweet")
     assert refusal(archive).code == 5
 
 
 @pytest.mark.parametrize(
     ("minor", "features", "code"),
-    [(0, {}, 5), (0, {"optional": ["lazy"]}, 5), (1, {}, 5), (1, {"optional": ["other"]}, 5)],
+    [
+        (0, {}, 5),
+        (0, {"optional": ["lazy"]}, 5),
+        (1, {"optional": ["lazy"]}, 5),
+        (2, {}, 5),
+        (2, {"optional": ["other"]}, 5),
+    ],
 )
 def test_extensions_without_their_feature(archive: Path, minor: int, features: dict[str, Any], code: int) -> None:
     reseal(archive, "format.minor", minor)
@@ -140,7 +146,7 @@ def test_extensions_without_their_feature(archive: Path, minor: int, features: d
 
 @pytest.mark.parametrize("operation", ["inspect", "verify", "load", "optional"])
 def test_extensions_of_a_named_feature(archive: Path, operation: str) -> None:
-    reseal(archive, "format.minor", 1)
+    reseal(archive, "format.minor", 2)
     reseal(archive, f"features.{operation}", ["lazy"])
     reseal(archive, "extensions", {"lazy": {"at": 1}})
     record = Archive.open(archive).find(None)[0].record

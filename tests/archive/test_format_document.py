@@ -16,10 +16,12 @@ import pytest
 
 from graphpack.archive import codec, oci
 from graphpack.archive.check import decode_record
+from graphpack.archive.piecewise import Piecewise
 from graphpack.archive.record import Record
 from graphpack.archive.signature import Statement
 from graphpack.identity.agreement import check_agreement
 from graphpack.schema import field_types, to_plain
+from graphpack.split_operations import SPLIT_OPERATIONS
 from tests.archive.build import HEADER, identity, packed, sha256
 from tests.archive.independent_reader import parse_record
 
@@ -67,7 +69,7 @@ def described(hint: Any) -> tuple[str, list[str]]:
         kind, inner = described(get_args(hint)[0])
         return f"list of {kind}", [f"each {text}" for text in inner]
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return "map", []
+        return "map", [f"each {text}" for text in described(get_args(hint)[1])[1]]
     return WORDS.get(hint, f"`{hint.__name__}`"), []
 
 
@@ -86,6 +88,9 @@ def parts(cls: type) -> dict[str, type]:
     return found
 
 
+PIECEWISE_PARTS = {name: cls for name, cls in parts(Piecewise).items() if name not in parts(Record)}
+
+
 @pytest.mark.parametrize("cls", parts(Record).values(), ids=lambda cls: cls.__name__)
 def test_each_table_is_its_dataclass(cls: type) -> None:
     expected = [
@@ -96,6 +101,31 @@ def test_each_table_is_its_dataclass(cls: type) -> None:
     table = rows(section(f"#### {cls.__name__}"))
     assert [row[:3] for row in table] == expected
     assert all(len(row) == 4 and row[3] for row in table), "each field has a meaning"
+
+
+@pytest.mark.parametrize("name", PIECEWISE_PARTS)
+def test_each_table_of_a_piecewise_entry_is_its_dataclass(name: str) -> None:
+    test_each_table_is_its_dataclass(PIECEWISE_PARTS[name])
+
+
+def test_no_table_of_a_piecewise_entry_is_left_over() -> None:
+    found = re.findall(r"^#### (\w+)$", section("### Piecewise entries"), re.MULTILINE)
+    assert sorted(found) == sorted(PIECEWISE_PARTS)
+
+
+def test_the_table_of_split_operations_is_the_list() -> None:
+    _, _, text = section("### Piecewise entries").partition("\n| operation |")
+    table = {row[0].strip("`"): row[1:5] for row in rows("| operation |" + text)}
+    assert set(table) == set(SPLIT_OPERATIONS)
+    for name, (values, state, bindings, options) in table.items():
+        operation = SPLIT_OPERATIONS[name]
+        for words, names in (
+            (values, operation.inputs),
+            (state, operation.state),
+            (bindings, operation.bindings),
+            (options, operation.options),
+        ):
+            assert tuple(re.findall(r"`([a-z]\w*)`", words)) == names
 
 
 def test_the_table_of_a_signature_is_the_statement() -> None:
@@ -148,7 +178,8 @@ def digest(what: str, value: Any) -> str:
         return sha256(b"\1" + len(data).to_bytes(8, "little") + b"".join(leaves))
     if what == "root":
         return identity(2, sorted(value))
-    return identity({"layout": 3, "settings": 4, "config": 5}[what], value)
+    tags = {"layout": 3, "settings": 4, "config": 5, "stitching": 6, "piecewise": 7, "piece": 8}
+    return identity(tags[what], value)
 
 
 VECTORS = json.loads(block("### Test vectors", "json"))
@@ -160,7 +191,11 @@ def test_digest_vectors(vector: dict[str, Any]) -> None:
 
 
 def test_there_is_a_vector_of_each_kind() -> None:
-    assert {vector["what"] for vector in VECTORS} == {"leaf", "tensor", "root", "layout", "settings", "config"}
+    kinds = {"leaf", "tensor", "root", "layout", "settings", "config", "stitching", "piecewise", "piece"}
+    assert {vector["what"] for vector in VECTORS} == kinds
+    _, heading, table = section("## Digests").partition("| identity |")
+    words = {"root": "weights root", "layout": "layout fingerprint"}
+    assert {row[0] for row in rows(heading + table)} == {words.get(kind, kind) for kind in kinds}
 
 
 @pytest.mark.parametrize("vector", json.loads(block("### Encoding vectors", "json")), ids=lambda vector: vector["hex"])

@@ -94,6 +94,16 @@ def served_archive(factory: pytest.TempPathFactory) -> Path:
     return shared(factory, "served", make) / "archive"
 
 
+def mixture_archive(factory: pytest.TempPathFactory) -> Path:
+    """tiny-qwen3-moe in pieces for 16 tokens, batch sizes 1 and 2, 512 positions and 3 rows in progress."""
+
+    def make(folder: Path) -> None:
+        settings = ("--batch-sizes", "1,2", "--seq-lens", "512", "--slots", "3", "--token-counts", "16")
+        save("tiny-qwen3-moe", folder / "archive", "--mode", "piecewise", *settings, cwd=folder)
+
+    return shared(factory, "mixture", make) / "archive"
+
+
 def normed_archive(factory: pytest.TempPathFactory) -> Path:
     """The `normed` model for batch size 2, saved by a builder with one thread and folders of its own.
 

@@ -28,7 +28,9 @@ models:
     slots: 8
     cpu_isa: avx2
     compile: true
-    mode: full
+    mode: piecewise
+    token_counts: [64, 8]
+    split_operations: [slot_attention, route_experts]
   plain: {path: /models/plain}
   tiny-llama:
 """
@@ -58,7 +60,9 @@ def test_everything(tmp_path: Path) -> None:
             slots=8,
             cpu_isa="avx2",
             compile=True,
-            mode="full",
+            mode="piecewise",
+            token_counts=(8, 64),
+            split_operations=("route_experts", "slot_attention"),
         ),
         "plain": ModelConfig(path=Path("/models/plain")),
         "tiny-llama": ModelConfig(),
@@ -103,8 +107,12 @@ def test_all_problems_at_once_with_their_keys(tmp_path: Path) -> None:
 
 MAP = "must be a map of keys to values"
 KEY = "a key must be text; put it in quotes"
+NAMES = "must be a list of names, such as [slot_attention]"
 SIZES = "must be a list of whole numbers from 1, such as [1, 2, 4]"
-KEYS = "known keys: path, device, dtype, batch_sizes, seq_len_buckets, slots, cpu_isa, compile, mode"
+KEYS = (
+    "known keys: path, device, dtype, batch_sizes, seq_len_buckets, slots, cpu_isa, compile, mode, token_counts,"
+    " split_operations"
+)
 ALIAS = "write the value out; quote text that begins with & or *"
 TAG = "write the value without it; quote text that begins with !"
 
@@ -145,7 +153,10 @@ TAG = "write the value without it; quote text that begins with !"
         ("models: {m: {slots: 0}}", "models.m.slots", "0", "must be a whole number from 1"),
         ("models: {m: {compile: 1}}", "models.m.compile", "1", "must be true or false"),
         ("models: {m: {cpu_isa: sse2}}", "models.m.cpu_isa", "sse2", "must be one of avx2, avx512"),
-        ("models: {m: {mode: half}}", "models.m.mode", "half", "must be one of full"),
+        ("models: {m: {token_counts: 8}}", "models.m.token_counts", "8", SIZES),
+        ("models: {m: {split_operations: [A]}}", "models.m.split_operations", "['A']", NAMES),
+        ("models: {m: {split_operations: []}}", "models.m.split_operations", "[]", NAMES),
+        ("models: {m: {mode: half}}", "models.m.mode", "half", "must be one of full, piecewise"),
         (
             "models: {m: {dtype: }}",
             "models.m.dtype",

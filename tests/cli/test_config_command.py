@@ -30,7 +30,9 @@ models:
     slots: 3
     cpu_isa: avx2
     compile: true
-    mode: full
+    mode: piecewise
+    token_counts: [16]
+    split_operations: [slot_attention]
 """
 VARIABLES = {
     "GRAPHPACK_ARCHIVE_DIR": "elsewhere",
@@ -42,6 +44,8 @@ VARIABLES = {
     "GRAPHPACK_CPU_ISA": "avx512",
     "GRAPHPACK_COMPILE": "no",
     "GRAPHPACK_MODE": "full",
+    "GRAPHPACK_TOKEN_COUNTS": "64,8",
+    "GRAPHPACK_SPLIT_OPERATIONS": "route_experts",
 }
 OF_ENVIRONMENT = {
     "device": "cpu",
@@ -52,6 +56,8 @@ OF_ENVIRONMENT = {
     "cpu_isa": "avx512",
     "compile": False,
     "mode": "full",
+    "token_counts": (8, 64),
+    "split_operations": ("route_experts",),
 }
 OF_FILE = {
     "device": "cuda:1",
@@ -61,11 +67,14 @@ OF_FILE = {
     "slots": 3,
     "cpu_isa": "avx2",
     "compile": True,
-    "mode": "full",
+    "mode": "piecewise",
+    "token_counts": (16,),
+    "split_operations": ("slot_attention",),
 }
 OPTIONS = (
     *("--device", "cpu", "--dtype", "float32", "--batch-sizes", "8", "--seq-lens", "16", "--slots", "10"),
-    *("--cpu-isa", "avx2", "--no-compile"),
+    *("--cpu-isa", "avx2", "--no-compile", "--mode", "piecewise", "--token-counts", "32,4"),
+    *("--split-operations", "slot_attention,route_experts"),
 )
 OF_COMMAND_LINE: dict[str, Any] = {
     "device": "cpu",
@@ -75,6 +84,9 @@ OF_COMMAND_LINE: dict[str, Any] = {
     "slots": 10,
     "cpu_isa": "avx2",
     "compile": False,
+    "mode": "piecewise",
+    "token_counts": (4, 32),
+    "split_operations": ("route_experts", "slot_attention"),
 }
 
 
@@ -104,7 +116,7 @@ def test_the_document_has_the_table_of_keys() -> None:
     for key in MODEL_KEYS:
         if key.default is not None:
             value = list(key.default) if isinstance(key.default, tuple) else key.default
-            assert defaults[key.name].startswith(f"`{value}`".replace("False", "false"))
+            assert defaults[key.name].startswith(f"`{value}`".replace("False", "false").replace("'", ""))
 
 
 def test_the_document_has_an_example_that_can_be_read(tmp_path: Path) -> None:
@@ -170,26 +182,30 @@ def test_what_people_see(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "log_format   human           default",
         "",
         "model m",
-        "  path             ck       file (graphpack.yaml)",
-        "  device           cpu      default",
-        "  dtype            float16  environment (GRAPHPACK_DTYPE)",
-        "  batch_sizes      1, 2     file (graphpack.yaml)",
-        "  seq_len_buckets  256      default",
-        "  slots            -        default",
-        "  cpu_isa          -        default",
-        "  compile          true     command line (--compile)",
-        "  mode             full     default",
+        "  path              ck                               file (graphpack.yaml)",
+        "  device            cpu                              default",
+        "  dtype             float16                          environment (GRAPHPACK_DTYPE)",
+        "  batch_sizes       1, 2                             file (graphpack.yaml)",
+        "  seq_len_buckets   256                              default",
+        "  slots             -                                default",
+        "  cpu_isa           -                                default",
+        "  compile           true                             command line (--compile)",
+        "  mode              full                             default",
+        "  token_counts      4, 8, 16, 32, 64, 128, 256, 512  default",
+        "  split_operations  route_experts, slot_attention    default",
         "",
         "any other model",
-        "  path             -        default",
-        "  device           cpu      default",
-        "  dtype            float16  environment (GRAPHPACK_DTYPE)",
-        "  batch_sizes      1        default",
-        "  seq_len_buckets  256      default",
-        "  slots            -        default",
-        "  cpu_isa          -        default",
-        "  compile          true     command line (--compile)",
-        "  mode             full     default",
+        "  path              -                                default",
+        "  device            cpu                              default",
+        "  dtype             float16                          environment (GRAPHPACK_DTYPE)",
+        "  batch_sizes       1                                default",
+        "  seq_len_buckets   256                              default",
+        "  slots             -                                default",
+        "  cpu_isa           -                                default",
+        "  compile           true                             command line (--compile)",
+        "  mode              full                             default",
+        "  token_counts      4, 8, 16, 32, 64, 128, 256, 512  default",
+        "  split_operations  route_experts, slot_attention    default",
         "note: GRAPHPACK_BATCH_SIZE is no setting; did you mean GRAPHPACK_BATCH_SIZES?",
     ]
 
@@ -247,22 +263,26 @@ def test_all_problems_of_the_environment_at_once(run: Run, monkeypatch: pytest.M
         "GRAPHPACK_CPU_ISA": "sse2",
         "GRAPHPACK_COMPILE": "maybe",
         "GRAPHPACK_MODE": "half",
+        "GRAPHPACK_TOKEN_COUNTS": "4,0",
+        "GRAPHPACK_SPLIT_OPERATIONS": "a b",
         "GRAPHPACK_ARCHIVE_DIR": "~nobody-of-this-name/x",
     }.items():
         monkeypatch.setenv(name, value)
     outcome = run("config")
     assert outcome.code == 2
     assert outcome.err.splitlines() == [
-        "error: the environment cannot be used (9 problems)",
-        "  GRAPHPACK_ARCHIVE_DIR      here ~nobody-of-this-name/x",
-        "  GRAPHPACK_DEVICE           here gpu",
-        "  GRAPHPACK_DTYPE            here int8",
-        "  GRAPHPACK_BATCH_SIZES      here 1,,2",
-        "  GRAPHPACK_SEQ_LEN_BUCKETS  here [64]",
-        "  GRAPHPACK_SLOTS            here 0",
-        "  GRAPHPACK_CPU_ISA          here sse2",
-        "  GRAPHPACK_COMPILE          here maybe",
-        "  GRAPHPACK_MODE             here half",
+        "error: the environment cannot be used (11 problems)",
+        "  GRAPHPACK_ARCHIVE_DIR       here ~nobody-of-this-name/x",
+        "  GRAPHPACK_DEVICE            here gpu",
+        "  GRAPHPACK_DTYPE             here int8",
+        "  GRAPHPACK_BATCH_SIZES       here 1,,2",
+        "  GRAPHPACK_SEQ_LEN_BUCKETS   here [64]",
+        "  GRAPHPACK_SLOTS             here 0",
+        "  GRAPHPACK_CPU_ISA           here sse2",
+        "  GRAPHPACK_COMPILE           here maybe",
+        "  GRAPHPACK_MODE              here half",
+        "  GRAPHPACK_TOKEN_COUNTS      here 4,0",
+        "  GRAPHPACK_SPLIT_OPERATIONS  here a b",
         "  -> must be a path",
         "  -> must be cpu, cuda or cuda:I, such as cuda:0",
         "  -> must be one of auto, float32, bfloat16, float16",
@@ -270,7 +290,8 @@ def test_all_problems_of_the_environment_at_once(run: Run, monkeypatch: pytest.M
         "  -> must be a whole number from 1",
         "  -> must be one of avx2, avx512",
         "  -> must be 1 or 0",
-        "  -> must be one of full",
+        "  -> must be one of full, piecewise",
+        "  -> must be names, such as slot_attention,route_experts",
     ]
 
 

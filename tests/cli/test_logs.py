@@ -185,7 +185,7 @@ def test_progress_is_lines_too(run: Run, fake: Fake) -> None:
 
 
 def test_long_reads_are_told_now_and_then(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphpack.report.SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("graphpack.progress.SECONDS_BETWEEN_LINES", 0.0)
     with cli_logs.to_stderr("json"):
         cli_logs.Told().bytes("weights", 5_000_000, 10_000_000)
     assert lines(capfd.readouterr().err) == [{"level": "info", "message": "weights: 5.0 MB of 10.0 MB"}]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from graphpack import EnvironmentMismatchError, Problem, documents, report
+from graphpack import EnvironmentMismatchError, Problem, documents, progress, report
 from graphpack.errors import GraphpackError
 from graphpack.results import SaveResult
 from tests.cli import fakes
@@ -159,7 +159,7 @@ class Terminal(io.StringIO):
 
 
 def watched(stream: io.StringIO) -> str:
-    with report.observer(stream) as observer:
+    with progress.observer(stream) as observer:
         observer.stage("weights")
         observer.bytes("weights", 1_000_000, 2_000_000)
         observer.bucket(1, 256, f"captured {NASTY}")
@@ -188,9 +188,9 @@ def test_terminals_that_want_plain_lines(monkeypatch: pytest.MonkeyPatch, variab
 
 def test_long_reads_show_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("graphpack.report.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("graphpack.progress.time.monotonic", lambda: now[0])
     stream = io.StringIO()
-    with report.observer(stream) as observer:
+    with progress.observer(stream) as observer:
         observer.stage("weights")
         for done in range(0, 101, 10):
             observer.bytes("weights", done * 10**9, 100 * 10**9)

@@ -150,7 +150,7 @@ def test_bad_sizes(run: Run, option: str, value: str) -> None:
 
 
 def test_a_misspelt_option_gets_a_suggestion(run: Run) -> None:
-    assert "Did you mean '--name'?" in run("save", "m", "a", "--nme", "x").err
+    assert "Did you mean '--batch-sizes'?" in run("save", "m", "a", "--batch-szes", "1").err
 
 
 def test_save_passes_on_what_was_given(run: Run, fake: Fake) -> None:

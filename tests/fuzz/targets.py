@@ -21,7 +21,7 @@ from graphpack.archive.check import check_features, decode_record
 from graphpack.archive.looks import looks_like
 from graphpack.archive.record import Record
 from graphpack.archive.store import Entry, EntryRef
-from graphpack.backends.cpu.policy import check_described, check_object, compiled_settings
+from graphpack.backends.cpu.policy import check_described, check_object, compiled_settings, described_objects
 from graphpack.backends.cuda import columns
 from graphpack.backends.cuda.images import check_image, needs_of
 from graphpack.errors import CorruptArchiveError, GraphpackError, UnsupportedFormatError, WeightsMismatchError
@@ -152,11 +152,10 @@ def take_zstd(data: bytes) -> None:
 
 def take_object(data: bytes) -> None:
     """A compiled object's policy, and what is said of a kernel image."""
-    graph = record().graphs[0]
     problems = check_object(data, "x86_64", WHERE)
     compiled_settings(data)
     if not problems:
-        check_described(data, record(), graph, WHERE)
+        check_described(data, record(), next(described_objects(record())), WHERE)
     check_image(data, "0" * 64, "9.0", WHERE)
     if problems:
         raise codec.corrupt(WHERE, problems[0].here)

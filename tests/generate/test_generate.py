@@ -15,8 +15,8 @@ import graphpack
 from graphpack import InputError, OutputsDifferError
 from graphpack.generate import generate
 from graphpack.replay import RestoredModel
-from graphpack.results import Continuation
 from graphpack.sampling import Sampling
+from graphpack.texts import Continuation
 from tests.replay.eager import Eager
 
 SEQ_LEN = 64

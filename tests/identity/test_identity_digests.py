@@ -11,9 +11,18 @@ from typing import Any
 
 import pytest
 
+from graphpack.archive.piecewise import PiecewiseGraph, PiecewiseSettings
 from graphpack.archive.record import Layout, Settings, WeightTensor
 from graphpack.graph import Region
-from graphpack.identity.digests import Tag, config_digest, digest_of, settings_digest
+from graphpack.identity.digests import (
+    Tag,
+    config_digest,
+    digest_of,
+    piece_digest,
+    piecewise_digest,
+    settings_digest,
+    stitching_digest,
+)
 from graphpack.identity.layout import fingerprint
 from graphpack.identity.weights import LEAF_BYTES, hash_weights, weights_root
 from graphpack.schema import SchemaProblems, from_plain
@@ -52,6 +61,14 @@ def computed(what: str, content: Any, directory: Path) -> str:
         return fingerprint(content["capture_version"], content["bytes"], content["granularity"], regions)
     if what == "settings":
         return settings_digest(built(Settings, content))
+    if what == "stitching":
+        pieces = [{"topology": topology, "nodes": 0, "object": "0" * 64} for topology in content["pieces"]]
+        rest = {"topology": "0" * 64, "golden": "0" * 64, "golden_steps": 1, "tolerance": 0.0, "deviation": 0.0}
+        return stitching_digest(built(PiecewiseGraph, {**content, **rest, "pieces": pieces}))
+    if what == "piecewise":
+        return piecewise_digest(built(Settings, content["settings"]), built(PiecewiseSettings, content["piecewise"]))
+    if what == "piece":
+        return piece_digest(*content)
     assert what == "config"
     return config_digest(content)
 
@@ -62,7 +79,8 @@ def test_vectors_of_the_format(vector: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_every_kind_has_a_vector() -> None:
-    assert {vector["what"] for vector in vectors()} == {"leaf", "tensor", "root", "layout", "settings", "config"}
+    kinds = {"leaf", "tensor", "root", "layout", "settings", "config", "stitching", "piecewise", "piece"}
+    assert {vector["what"] for vector in vectors()} == kinds
 
 
 def test_kinds_cannot_pass_as_one_another() -> None:

@@ -16,6 +16,7 @@ from tests.matrix import (
     rows_graphs,
     rows_identity,
     rows_machine,
+    rows_piecewise,
     rows_stale,
 )
 from tests.matrix.reading import Answer, answers
@@ -58,6 +59,12 @@ SECTIONS: tuple[tuple[str, str, str, tuple[Row | DirectoryRow, ...]], ...] = (
     ),
     ("Settings", "", "record", rows_machine.SETTINGS),
     ("Graphs and blobs", "", "record", rows_graphs.ROWS),
+    (
+        "Piecewise entries",
+        "The topology of a piecewise graph is made right again, too, with all that it covers.",
+        "piecewise",
+        rows_piecewise.ROWS,
+    ),
     (
         "Documents around the record",
         (

@@ -16,7 +16,7 @@ _UNKNOWN_BLOB = {"digest": "f" * 64, "size": 1, "content_size": 1, "media_type":
 _IMAGE = "application/vnd.graphpack.cubin.v1+zstd"
 
 
-def _golden_input(content: bytes) -> bytes:
+def golden_input(content: bytes) -> bytes:
     """A golden whose first token id is none."""
     golden = msgpack.unpackb(content)
     ids = bytearray(golden["inputs"]["token_ids"])
@@ -25,7 +25,7 @@ def _golden_input(content: bytes) -> bytes:
     return packed(golden)
 
 
-def _golden_value(content: bytes) -> bytes:
+def golden_value(content: bytes) -> bytes:
     """A golden whose first recorded logit is another."""
     golden = msgpack.unpackb(content)
     values = bytearray(golden["top_values"])
@@ -227,13 +227,13 @@ PROOF = (
     Row(
         field="graphs[].golden",
         change="a token id that is none",
-        edits=(("content:graphs.0.golden", _golden_input),),
+        edits=(("content:graphs.0.golden", golden_input),),
         found_by="load --verify",
     ),
     Row(
         field="graphs[].golden",
         change="another recorded value",
-        edits=(("content:graphs.1.golden", _golden_value),),
+        edits=(("content:graphs.1.golden", golden_value),),
         found_by="load --verify",
     ),
     Row(

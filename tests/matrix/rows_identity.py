@@ -10,7 +10,7 @@ ONES = "1" * 64
 
 FORMAT = (
     Row(field="format.major", change="2, in header and payload", edits=(("format.major", 2),)),
-    Row(field="format.minor", change="1: a later minor that adds nothing", edits=(("format.minor", 1),)),
+    Row(field="format.minor", change="2: a later minor that adds nothing", edits=(("format.minor", 2),)),
     Row(field="features.inspect", change="an unknown feature", edits=(("features.inspect", ["glow"]),)),
     Row(field="features.load", change="an unknown feature", edits=(("features.load", ["glow"]),)),
     Row(
@@ -30,12 +30,12 @@ FORMAT = (
     Row(
         field="extensions",
         change="a key of an optional feature, in a later minor version",
-        edits=(("format.minor", 1), ("extensions", {"glow": 1}), ("features.optional", ["glow"])),
+        edits=(("format.minor", 2), ("extensions", {"glow": 1}), ("features.optional", ["glow"])),
     ),
     Row(
         field="extensions",
         change="a key of no feature, in a later minor version",
-        edits=(("format.minor", 1), ("extensions", {"glow": 1})),
+        edits=(("format.minor", 2), ("extensions", {"glow": 1})),
     ),
     Row(field="informational", change="another host, user and time", edits=(("informational", {"host": "elsewhere"}),)),
     Row(field="informational", change="nothing left", edits=(("informational", {}),)),

@@ -142,6 +142,17 @@ def _seal(record: dict[str, Any], kept: set[str]) -> None:
         weights["root"] = identity(2, sorted(rows))
     if "model.config_digest" not in kept:
         model["config_digest"] = identity(5, model["config"])
+    for position, graph in enumerate(_split_graphs(record)):
+        if f"extensions.piecewise.graphs.{position}.topology" not in kept:
+            parts = ("token_count", "rows", "calls", "inputs", "outputs", "values")
+            stitching = {name: graph[name] for name in parts}
+            graph["topology"] = identity(6, {**stitching, "pieces": [piece["topology"] for piece in graph["pieces"]]})
+
+
+def _split_graphs(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The graphs of an entry in pieces, if an edit has left it any."""
+    found: list[dict[str, Any]] = record["extensions"].get("piecewise", {}).get("graphs", [])
+    return found
 
 
 def _replace_content(archive: Path, record: dict[str, Any], path: str, change: Any) -> None:

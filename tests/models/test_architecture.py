@@ -10,7 +10,9 @@ from graphpack.errors import WeightsMismatchError
 from graphpack.models.architecture import DecoderConfig
 from tests.models.checkpoints import CONFIG
 
-SUPPORTED = "graphpack supports LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
+SUPPORTED = (
+    "graphpack supports LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM"
+)
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}

@@ -56,6 +56,21 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen3-biases": (transformers.Qwen3Config, {"head_dim": 8, "attention_bias": True}),
+    "qwen3-moe": (
+        transformers.Qwen3MoeConfig,
+        {"head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    ),
+    "qwen3-moe-normalized-every-second-layer": (
+        transformers.Qwen3MoeConfig,
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [0],
+        },
+    ),
     "qwen3-layer-types": (
         transformers.Qwen3Config,
         {
@@ -83,7 +98,7 @@ class Runner:
         return result
 
 
-def _reference(kind: Any, changes: dict[str, Any], directory: Path) -> Any:
+def reference(kind: Any, changes: dict[str, Any], directory: Path) -> Any:
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(kind(**{**COMMON, **changes})).eval()  # type: ignore[no-untyped-call]
     with torch.no_grad():
@@ -96,10 +111,10 @@ def _reference(kind: Any, changes: dict[str, Any], directory: Path) -> Any:
 @pytest.mark.parametrize("case", CASES)
 def test_steps_give_the_logits_of_transformers(case: str, tmp_path: Path) -> None:
     kind, changes = CASES[case]
-    reference = _reference(kind, changes, tmp_path)
+    model = reference(kind, changes, tmp_path)
     tokens = torch.randint(0, COMMON["vocab_size"], (3, LENGTH))
     with torch.no_grad():
-        expected = reference(tokens).logits
+        expected = model(tokens).logits
     resolved = resolve(str(tmp_path))
     with resolved.open_weights() as weights:
         run = Runner(resolved.build(weights, "float32"), Bucket(3, LENGTH), slots=5)
@@ -112,10 +127,10 @@ def test_steps_give_the_logits_of_transformers(case: str, tmp_path: Path) -> Non
 
 
 def test_bfloat16_rounds_where_transformers_rounds(tmp_path: Path) -> None:
-    reference = _reference(transformers.Qwen3Config, {"head_dim": 16}, tmp_path).to(torch.bfloat16)
+    model = reference(transformers.Qwen3Config, {"head_dim": 16}, tmp_path).to(torch.bfloat16)
     tokens = torch.randint(0, COMMON["vocab_size"], (1, 8))
     with torch.no_grad():
-        expected = reference(tokens).logits
+        expected = model(tokens).logits
     resolved = resolve(str(tmp_path))
     assert resolved.stored_dtype == "float32"
     with resolved.open_weights() as weights:

@@ -103,7 +103,7 @@ def test_an_interrupted_make_leaves_nothing(tmp_path: Path) -> None:
 def test_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError) as caught:
         make_checkpoint("tiny", tmp_path / "x")
-    known = "tiny-llama, tiny-qwen3, qwen3-0.6b, llama-3.2-1b, qwen3-8b"
+    known = "tiny-llama, tiny-qwen3, tiny-qwen3-moe, qwen3-0.6b, llama-3.2-1b, qwen3-8b"
     assert str(caught.value) == f"no built-in model 'tiny': there are {known}"
     assert not (tmp_path / "x").exists()
 

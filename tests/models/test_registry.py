@@ -14,7 +14,7 @@ from graphpack.models.presets import make_checkpoint
 from graphpack.models.registry import default_name, resolve
 from tests.models.checkpoints import llama_tensors, write_config, write_sharded
 
-KNOWN = "tiny-llama, tiny-qwen3, qwen3-0.6b, llama-3.2-1b, qwen3-8b"
+KNOWN = "tiny-llama, tiny-qwen3, tiny-qwen3-moe, qwen3-0.6b, llama-3.2-1b, qwen3-8b"
 
 FACTORY = """
 import torch

@@ -119,9 +119,21 @@ def test_everything_is_said_to_the_process_that_saves(tmp_path: Path) -> None:
         *("--batch-sizes", "1,2", "--seq-lens", "8,16", "--slots", "4", "--cpu-isa", "avx2"),
         *("--replace", "--compile", "--format", "json", "--log-format", "json"),
     ]
+    pieces = replace(request, mode="piecewise", token_counts=(4, 8), split_operations=("slot_attention",))
+    command = prewarm._Prewarming(config, 1, SilentObserver())._command(pieces)
+    assert command[21:27] == [
+        *("--cpu-isa", "avx2", "--mode", "piecewise", "--token-counts", "4,8"),
+    ]
+    assert command[27:29] == ["--split-operations", "slot_attention"]
     # A field that is added to requests has to be said as well.
     said = {"model", "archive", "name", "device", "batch_sizes", "seq_lens", "slots", "dtype", "replace", "config"}
-    assert {field.name for field in fields(SaveRequest)} == said | {"cpu_isa", "compile", "mode"}
+    assert {field.name for field in fields(SaveRequest)} == said | {
+        "cpu_isa",
+        "compile",
+        "mode",
+        "token_counts",
+        "split_operations",
+    }
 
 
 def test_what_is_not_compiled_says_so(tmp_path: Path) -> None:

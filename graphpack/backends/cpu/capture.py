@@ -24,7 +24,7 @@ from graphpack.identity.cpu_isa import CpuIsa
 from graphpack.identity.digests import settings_digest
 from graphpack.models.step import StepModel
 
-_COMPILERS = 2
+COMPILERS = 2
 """g++ runs beside the tracing of the next bucket; each takes up to 1 GB."""
 
 
@@ -41,6 +41,9 @@ class CapturedGraph:
     state: tuple[TensorSpec, ...]
     constants: dict[str, tuple[TensorSpec, bytes]]
     seconds: float
+
+    def __str__(self) -> str:
+        return f"bucket {self.bucket}"
 
 
 def capture(
@@ -60,7 +63,7 @@ def capture(
     slots = settings.slots
     state = step.state(slots, seq_len)
     captured: list[CapturedGraph] = []
-    with tempfile.TemporaryDirectory(prefix="graphpack-") as scratch, ThreadPoolExecutor(_COMPILERS) as pool:
+    with tempfile.TemporaryDirectory(prefix="graphpack-") as scratch, ThreadPoolExecutor(COMPILERS) as pool:
         running: list[tuple[Bucket, TracedStep, float, Future[bytes]]] = []
         stop = Event()
         try:
@@ -83,7 +86,7 @@ def capture(
                     inputs=step.inputs(bucket, slots),
                     outputs=step.outputs(bucket),
                     state=state,
-                    constants={name: _constant(name, value) for name, value in traced.constants.items()},
+                    constants=constants_of(traced),
                     seconds=time.perf_counter() - start,
                 )
                 captured.append(graph)
@@ -118,6 +121,11 @@ def binding_names(
     if problems:
         raise CaptureRefusedError(f"the object of bucket {bucket} does not hold the model's tensors", problems)
     return names
+
+
+def constants_of(traced: TracedStep) -> dict[str, tuple[TensorSpec, bytes]]:
+    """The constants of a traced step by name, each with its bytes."""
+    return {name: _constant(name, value) for name, value in traced.constants.items()}
 
 
 def _constant(name: str, value: torch.Tensor) -> tuple[TensorSpec, bytes]:

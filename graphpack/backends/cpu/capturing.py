@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from graphpack.archive.piecewise import PiecewiseSettings
 from graphpack.archive.record import Environment, Settings, Weights
-from graphpack.backends import Captured, CapturedEntry, CapturedGraph
+from graphpack.backends import Captured, CapturedEntry, CapturedGraph, CapturedPieces
 from graphpack.errors import EnvironmentMismatchError, Problem, UsageError
 from graphpack.graph import Bucket
 from graphpack.identity.cpu_isa import CPU_ISA, CpuIsa, best_isa
@@ -61,29 +62,49 @@ class CpuCapturing:
         environment: Environment,
         dtype: str,
         done: Captured,
+        piecewise: PiecewiseSettings | None = None,
     ) -> CapturedEntry:
-        from graphpack.backends.cpu.agree import agree, same_constants
+        from graphpack.backends.cpu.agree import agree
         from graphpack.backends.cpu.capture import capture
         from graphpack.backends.cpu.compile import symbol_versions
+        from graphpack.backends.cpu.pieces import capture_pieces
 
         step = model.build(source, dtype)
         buckets = [Bucket(batch, seq) for seq in settings.seq_lens for batch in settings.batch_sizes]
         names = frozenset({*source.tensors, *source.aliases})
+        pieces = (
+            capture_pieces(
+                step,
+                settings,
+                piecewise,
+                names,
+                source.aliases,
+                self._isa,
+                lambda one: done(one.chunk, sum(piece.nodes for piece in one.graph.pieces), one.seconds),
+            )
+            if piecewise
+            else []
+        )
         captured = capture(
             step, buckets, settings, names, self._isa, lambda graph: done(graph.bucket, graph.nodes, graph.seconds)
         )
-        graphs, goldens = agree(step, captured, source, dtype)
-        constants = same_constants(captured)
-        specs = {name: spec for name, (spec, _) in constants.items()}
-        regions = expected_regions(graphs, stored_specs(weights), specs, dtype)
-        versions = {version for found in captured for version in symbol_versions(found.code)}
+        agreed = agree(step, captured, pieces, source, dtype)
+        specs = {name: spec for name, (spec, _) in agreed.constants.items()}
+        graphs, stitched = [graph for graph, _ in agreed.graphs], [graph for graph, _ in agreed.pieces]
+        regions = expected_regions(graphs, stored_specs(weights), specs, dtype, stitched)
+        codes = [*(found.code for found in captured), *(code for found in pieces for code in found.codes)]
+        versions = {version for code in codes for version in symbol_versions(code)}
         return CapturedEntry(
             graphs=tuple(
                 CapturedGraph(graph=graph, object=found.code, images=(), golden=golden, seconds=found.seconds)
-                for graph, found, golden in zip(graphs, captured, goldens, strict=True)
+                for (graph, golden), found in zip(agreed.graphs, captured, strict=True)
+            ),
+            piecewise=tuple(
+                CapturedPieces(graph=graph, objects=found.codes, golden=golden, seconds=found.seconds)
+                for (graph, golden), found in zip(agreed.pieces, pieces, strict=True)
             ),
             layout=make_layout(regions, capture_version=CAPTURE_VERSION),
-            constants={name: data for name, (_, data) in constants.items()},
+            constants={name: data for name, (_, data) in agreed.constants.items()},
             images={},
             environment=replace(environment, symbol_versions=tuple(sorted(versions))),
         )

@@ -21,12 +21,13 @@ from typing import Any
 import torch
 import torch._inductor
 
-from graphpack.backends.cpu.export import TracedStep, node_line
+from graphpack.backends.cpu.export import TracedStep
 from graphpack.backends.cpu.policy import PROXY_EXECUTOR, check_object
 from graphpack.backends.inductor_cache import check_inductor_cache
 from graphpack.elf import clear_executable_stack, parse
 from graphpack.errors import CaptureRefusedError, GraphpackError, Problem
 from graphpack.identity.cpu_isa import CpuIsa
+from graphpack.modes import node_line
 
 GENERATED_NAME = "step"
 _SAFE_PATH = "PYTHONSAFEPATH"

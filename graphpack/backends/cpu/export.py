@@ -20,7 +20,7 @@ from torch.export import ExportedProgram
 from graphpack.errors import CaptureRefusedError, Problem, StorageError
 from graphpack.graph import TensorSpec
 from graphpack.lockstep import evaluating
-from graphpack.modes import draws_random_numbers, refuse_modes
+from graphpack.modes import draws_random_numbers, node_line, refuse_modes
 
 _LIBRARY = Path(torch.__file__).parent
 
@@ -44,14 +44,18 @@ def example(spec: TensorSpec) -> torch.Tensor:
 def trace(
     module: torch.nn.Module, inputs: Sequence[TensorSpec], state: Sequence[TensorSpec], weights: frozenset[str]
 ) -> TracedStep:
-    """Trace `module(*inputs, *state)` in evaluation mode, leaving its training flags as they were.
-
-    Raises CaptureRefusedError naming the operation and the model's source line; UsageError if the caller's torch is
-    in a mode that would be captured with the model; StorageError for more than the machine has memory for.
-    """
+    """Trace `module(*inputs, *state)`, see `trace_examples`. UsageError if the caller's torch is in a mode that would
+    be captured with the model; StorageError for more than the machine has memory for."""
     refuse_modes("cpu")
     _require_memory((*inputs, *state))
-    examples = tuple(example(spec) for spec in (*inputs, *state))
+    return trace_examples(module, tuple(example(spec) for spec in (*inputs, *state)), weights)
+
+
+def trace_examples(module: torch.nn.Module, examples: tuple[torch.Tensor, ...], weights: frozenset[str]) -> TracedStep:
+    """Trace a call of `module` in evaluation mode, leaving its training flags as they were.
+
+    Raises CaptureRefusedError naming the operation and the model's source line.
+    """
     try:
         with _quiet(), evaluating(module), torch.no_grad(), torch.random.fork_rng(devices=[]):
             program = torch.export.export(module, examples, strict=False)
@@ -146,16 +150,6 @@ def _depends_on_data(node: torch.fx.Node) -> tuple[str, str]:
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return f"{node.target} takes a value out of the graph, and it depends on data", "keep it a tensor"
     return "", ""
-
-
-def node_line(node: torch.fx.Node) -> str:
-    """`file:line` of the innermost model frame torch recorded for a node."""
-    trace_lines = [line.strip() for line in (node.stack_trace or "").splitlines() if line.strip().startswith("File ")]
-    for line in reversed(trace_lines):
-        file, _, rest = line.removeprefix('File "').partition('", line ')
-        if _LIBRARY not in Path(file).parents and not file.startswith("<"):
-            return f"{file}:{rest.split(',')[0]}"
-    return "the model"
 
 
 def _topology(program: ExportedProgram) -> Iterator[str]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from graphpack.archive.record import Graph, Record
+from graphpack.archive.piecewise import piecewise_of
+from graphpack.archive.record import Record
 from graphpack.elf import ElfError, ElfFile, parse
 from graphpack.errors import Problem
-from graphpack.identity.digests import settings_digest
+from graphpack.identity.digests import piece_digest, piecewise_digest, settings_digest
 from graphpack.schema import shown
 
 ELF_MACHINES = {"x86_64": 62}
@@ -72,18 +75,50 @@ def needs(elf: ElfFile) -> tuple[str, ...]:
     return tuple(sorted({version for versions in elf.version_needs.values() for version in versions}))
 
 
-def check_described(code: bytes, record: Record, graph: Graph, where: str) -> list[Problem]:
-    """Every way a well-formed object is not the one that its graph describes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """An object as the record describes it: what it is `of`, its `settings` and its `topology`, two digests."""
+
+    of: str
+    digest: str
+    images: int
+    settings: str
+    topology: str
+
+
+def described_objects(record: Record) -> Iterator[Described]:
+    """Every object of an entry: those of its graphs, and those of its pieces."""
+    settings = settings_digest(record.settings)
+    for graph in record.graphs:
+        yield Described(
+            of=f"bucket {graph.bucket}",
+            digest=graph.object,
+            images=len(graph.images),
+            settings=settings,
+            topology=graph.topology,
+        )
+    piecewise = piecewise_of(record)
+    for split in piecewise.graphs if piecewise else ():
+        for number, piece in enumerate(split.pieces):
+            yield Described(
+                of=f"piece {number} of {split.token_count} tokens",
+                digest=piece.object,
+                images=0,
+                settings=piecewise_digest(record.settings, piecewise.settings) if piecewise else "",
+                topology=piece_digest(split.topology, piece.topology),
+            )
+
+
+def check_described(code: bytes, record: Record, described: Described, where: str) -> list[Problem]:
+    """Every way a well-formed object is not the one that the record describes."""
     elf = parse(code)
     problems = []
-    if graph.images:
-        problems.append(
-            Problem(f"images of bucket {graph.bucket}", str(len(graph.images)), "none on cpu", "save again")
-        )
-    if elf.soname != object_name(settings_digest(record.settings), graph.topology):
+    if described.images:
+        problems.append(Problem(f"images of {described.of}", str(described.images), "none on cpu", "save again"))
+    if elf.soname != object_name(described.settings, described.topology):
         match = _OBJECT_NAME.fullmatch(elf.soname or "")
         here = f"topology {match[2][:12]} in the object" if match else f"an object named {shown(elf.soname)}"
-        problems.append(Problem(where, f"topology {graph.topology[:12]}", here, "save again"))
+        problems.append(Problem(where, f"topology {described.topology[:12]}", here, "save again"))
     undeclared = sorted(set(needs(elf)) - set(record.environment.symbol_versions))
     return problems + [
         Problem(where, f"needs {shown(version)}", "not in environment.symbol_versions", "save again")

@@ -7,19 +7,21 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from ctypes import byref, c_void_p
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from graphpack.archive.piecewise import NAME, graphs_of, piecewise_of
 from graphpack.backends import Room
 from graphpack.backends.cpu.memory import CpuMemory, room
-from graphpack.backends.cpu.policy import check_described, check_object, compiled_settings
-from graphpack.backends.cpu.runtime import CompiledObject, TorchLibrary, torch_library
+from graphpack.backends.cpu.policy import check_described, check_object, compiled_settings, described_objects
+from graphpack.backends.cpu.runtime import CompiledObject, TorchLibrary, output_array, torch_library
+from graphpack.backends.cpu.stitched import StitchedGraph
 from graphpack.dtypes import DTYPES
 from graphpack.errors import CorruptArchiveError, EnvironmentMismatchError, Problem, UsageError
-from graphpack.graph import Bucket, Region, TensorSpec, row_major_strides
+from graphpack.graph import Bucket, Region, row_major_strides
 from graphpack.identity.cpu_isa import CPU_ISA
-from graphpack.identity.digests import settings_digest
+from graphpack.identity.digests import piecewise_digest, settings_digest
 from graphpack.identity.environment import torch_library_directory
 from graphpack.schema import shown
 
@@ -60,11 +62,17 @@ class CpuSession:
             here = "environment.cpu_features are not those of this instruction set"
             problems.append(Problem("settings.cpu_isa", settings.cpu_isa or "none", here, "save again"))
         digest = settings_digest(settings)
-        compiled = {compiled_settings(blobs[graph.object]) for graph in record.graphs} - {None, digest}
-        problems += [
-            Problem("settings", f"digest {digest[:12]}", f"objects compiled under {str(other)[:12]}", "save again")
-            for other in sorted(compiled, key=str)
-        ]
+        parts = [("settings", digest, [graph.object for graph in record.graphs])]
+        piecewise = piecewise_of(record)
+        if piecewise is not None:
+            pieces = [piece.object for graph in piecewise.graphs for piece in graph.pieces]
+            parts.append((f"extensions.{NAME}.settings", piecewise_digest(settings, piecewise.settings), pieces))
+        for where, wanted, objects in parts:
+            compiled = {compiled_settings(blobs[code]) for code in objects} - {None, wanted}
+            problems += [
+                Problem(where, f"digest {wanted[:12]}", f"objects compiled under {str(other)[:12]}", "save again")
+                for other in sorted(compiled, key=str)
+            ]
         return problems
 
     def room(self, layout: Layout, request: LoadRequest) -> Room:  # noqa: ARG002
@@ -87,16 +95,16 @@ class CpuSession:
         """Nor here."""
 
     def check_blobs(self, record: Record, blobs: Mapping[str, bytes]) -> None:
-        for graph in record.graphs:
-            where = f"blobs/sha256/{graph.object}"
-            blob = blobs[graph.object]
+        for described in described_objects(record):
+            where = f"blobs/sha256/{described.digest}"
+            blob = blobs[described.digest]
             problems = check_object(blob, platform.machine(), where)
             if problems:
-                broken = f"the object of bucket {graph.bucket} breaks the policy for native code"
+                broken = f"the object of {described.of} breaks the policy for native code"
                 raise CorruptArchiveError(broken, problems)
-            problems = check_described(blob, record, graph, where)
+            problems = check_described(blob, record, described, where)
             if problems:
-                raise _other_object(graph, problems)
+                raise _other_object(described.of, problems)
 
     def rebuild(
         self,
@@ -111,6 +119,18 @@ class CpuSession:
             for graph in record.graphs:
                 graphs[graph.bucket] = CpuGraph(loaded_torch(), graph, blobs[graph.object], self._memory)
                 undo.callback(graphs[graph.bucket].close)
+            undo.pop_all()
+        return graphs
+
+    def rebuild_pieces(self, record: Record, blobs: Mapping[str, bytes]) -> dict[int, StitchedGraph]:
+        if self._memory is None:
+            raise RuntimeError("graphs need memory: allocate comes first")
+        graphs: dict[int, StitchedGraph] = {}
+        with ExitStack() as undo:
+            for graph in graphs_of(record):
+                codes = [blobs[piece.object] for piece in graph.pieces]
+                graphs[graph.token_count] = StitchedGraph(loaded_torch(), graph, codes, self._memory)
+                undo.callback(graphs[graph.token_count].close)
             undo.pop_all()
         return graphs
 
@@ -181,7 +201,7 @@ class CpuGraph:
                 Problem(label, f"{wanted[0]} inputs, {wanted[1]} outputs", f"{counts[0]} and {counts[1]} in the object")
             )
         if problems:
-            raise _other_object(graph, problems)
+            raise _other_object(f"bucket {graph.bucket}", problems)
 
     def _bind(self, memory: CpuMemory) -> None:
         handles = {c.key: self._handle(memory.array(c.name), self._dtypes[c.name]) for c in self._constants}
@@ -202,7 +222,7 @@ class CpuGraph:
             self._input_handles[index] = slot.value
         self._object.run(self._input_handles, len(self._kept), self._output_handles, len(self._graph.outputs))
         return {
-            spec.name: np.asarray(_Output(self._torch, self._output_handles[index], spec, self._memory))
+            spec.name: output_array(self._torch, self._output_handles[index], spec, self._memory)
             for index, spec in enumerate(self._graph.outputs)
         }
 
@@ -216,26 +236,8 @@ class CpuGraph:
         self._bound.clear()
 
 
-class _Output:
-    """The memory of one output, given back when the last array over it is gone."""
-
-    def __init__(self, torch: TorchLibrary, handle: Any, spec: TensorSpec, memory: tuple[np.ndarray, ...]) -> None:
-        self._delete, self._handle, self._memory = torch.delete, handle, memory
-        address = c_void_p()
-        torch.data_pointer(handle, byref(address))
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (address.value or 0, False),
-            "shape": spec.shape,
-            "typestr": np.dtype(DTYPES[spec.dtype].numpy).str,
-        }
-
-    def __del__(self) -> None:
-        self._delete(self._handle)
-
-
-def _other_object(graph: Graph, problems: Sequence[Problem]) -> CorruptArchiveError:
-    return CorruptArchiveError(f"the object of bucket {graph.bucket} is not the one the record describes", problems)
+def _other_object(of: str, problems: Sequence[Problem]) -> CorruptArchiveError:
+    return CorruptArchiveError(f"the object of {of} is not the one the record describes", problems)
 
 
 def _object_size(size: int) -> int:

@@ -19,7 +19,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from graphpack.dtypes import DTYPES
 from graphpack.errors import CorruptArchiveError, EnvironmentMismatchError, GraphpackError, Problem, StorageError
+from graphpack.graph import TensorSpec
 
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _load_numbers = itertools.count(1)
@@ -185,6 +189,32 @@ class CompiledObject:
         _ctypes.dlclose(self._library._handle)
         os.close(self._fd)
         self._fd = -1
+
+
+def output_array(torch: TorchLibrary, handle: Any, spec: TensorSpec, memory: Sequence[np.ndarray]) -> np.ndarray:
+    """The elements of a tensor that an object gave, which is given back when the last array over them is gone. It may
+    be a view of one of `memory`, which it then keeps."""
+    return np.asarray(_Output(torch, handle, spec, memory))
+
+
+class _Output:
+    """The memory of one output."""
+
+    def __init__(self, torch: TorchLibrary, handle: Any, spec: TensorSpec, memory: Sequence[np.ndarray]) -> None:
+        self._delete, self._handle = torch.delete, handle
+        found = c_void_p()
+        torch.data_pointer(handle, byref(found))
+        address = found.value or 0
+        self._memory = [one for one in memory if one.ctypes.data <= address < one.ctypes.data + one.nbytes]
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, False),
+            "shape": spec.shape,
+            "typestr": np.dtype(DTYPES[spec.dtype].numpy).str,
+        }
+
+    def __del__(self) -> None:
+        self._delete(self._handle)
 
 
 def _sealed_file(code: bytes) -> int:

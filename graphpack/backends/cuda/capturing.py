@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from graphpack.archive.piecewise import PiecewiseSettings
 from graphpack.archive.record import CudaEnvironment, Environment, Settings, Weights
 from graphpack.backends import Captured, CapturedEntry
 from graphpack.backends.cuda.listener import listener
@@ -16,6 +17,7 @@ from graphpack.results import SaveRequest
 
 
 def make(request: SaveRequest) -> CudaCapturing:
+    _refuse_piecewise(request)
     return CudaCapturing(_index(request))
 
 
@@ -23,8 +25,15 @@ def expected(request: SaveRequest) -> tuple[Environment, str | None]:
     """See `graphpack.backends.expected`: what torch would tell, as far as its packages do."""
     from graphpack.backends.cuda.device import read_device
 
+    _refuse_piecewise(request)
     device = read_device(_index(request))
     return _environment(read_host(device), device, read_cuda_software()), None
+
+
+def _refuse_piecewise(request: SaveRequest) -> None:
+    if request.mode != "full":
+        problem = Problem("--mode", "full", request.mode, "save with --device cpu, or in full mode")
+        raise UsageError(f"this version captures no {request.mode} entries on cuda", [problem])
 
 
 def _index(request: SaveRequest) -> int:
@@ -92,6 +101,7 @@ class CudaCapturing:
         environment: Environment,
         dtype: str,
         done: Captured,
+        piecewise: PiecewiseSettings | None = None,  # noqa: ARG002 - refused when this was made
     ) -> CapturedEntry:
         from graphpack.backends.cuda.agree import finish, run_eagerly, run_in_float32
         from graphpack.backends.cuda.capture import ModuleTensors, capture

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from graphpack.archive.oci import blob_file
 from graphpack.archive.record import Layout, Record
-from graphpack.backends import Room
+from graphpack.backends import Executable, Room
 from graphpack.backends.cuda.columns import GraphColumns
 from graphpack.backends.cuda.device_memory import CudaMemory, own_region
 from graphpack.backends.cuda.driver import Driver, driver
@@ -183,6 +183,10 @@ class CudaSession:
         if heap is not None:
             heap.close()
         return graphs
+
+    def rebuild_pieces(self, record: Record, blobs: Mapping[str, bytes]) -> dict[int, Executable]:  # noqa: ARG002
+        """No record of this device has piecewise graphs: `archive.piecewise` refuses one."""
+        return {}
 
     def close(self) -> None:
         """Closing twice is fine."""

@@ -1,0 +1,157 @@
+"""Split operations in torch: as nodes of a traced graph, and as they run between its pieces.
+
+Each takes any number of tokens, `[tokens, ...]`, in any order, and what it gives for a token depends on no other row of
+the batch but those of its own slot. All write into memory they were given or give new, dense tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from graphpack.split_operations import SPLIT_OPERATIONS
+
+
+@torch.library.custom_op(
+    SPLIT_OPERATIONS["slot_attention"].qualified,
+    mutates_args=("keys", "values"),
+    schema=(
+        "(Tensor query, Tensor key, Tensor value, Tensor positions, Tensor slots, Tensor(a!) keys, Tensor(b!) values,"
+        " int window) -> Tensor"
+    ),
+)
+def slot_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    window: int,
+) -> Tensor:
+    """Causal grouped-query attention of tokens over the state of their slots, which they join first.
+
+    `query` `[tokens, heads, dim]`; `key`, `value` `[tokens, kv_heads, dim]`; `positions`, `slots` int64 `[tokens]`;
+    `keys`, `values`, the state, `[slots, kv_heads, positions, dim]`. With a `window` above 0 a token sees so many
+    positions, its own the last. Gives `[tokens, heads * dim]`.
+    """
+    places = (slots[:, None], torch.arange(keys.shape[1], device=keys.device), positions[:, None])
+    keys[places] = key
+    values[places] = value
+    attended = torch.empty_like(query)
+    for slot in sorted(set(slots.tolist())):
+        rows = (slots == slot).nonzero().flatten()
+        own = positions[rows]
+        length = int(own.max()) + 1
+        seen = torch.arange(length, device=keys.device)[None]
+        mask = seen <= own[:, None]
+        if window:
+            mask &= seen > own[:, None] - window
+        attended[rows] = functional.scaled_dot_product_attention(
+            query[rows].transpose(0, 1)[None],
+            keys[slot, :, :length][None],
+            values[slot, :, :length][None],
+            attn_mask=mask,
+            enable_gqa=True,
+        )[0].transpose(0, 1)
+    return attended.reshape(len(query), -1)
+
+
+@slot_attention.register_fake
+def _(query: Tensor, *_others: Any) -> Tensor:
+    return query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
+
+
+def expert_weights(router_logits: Tensor, top_k: int, normalize: int) -> Tensor:
+    """What each expert counts for each token, 0 for all but the `top_k` likeliest: `[tokens, experts]`.
+
+    Of equal experts the first wins, here and in every graph, which `topk` does not promise.
+    """
+    likely = router_logits.float().softmax(dim=-1)
+    mine, other = likely[:, :, None], likely[:, None, :]
+    number = torch.arange(likely.shape[1], device=likely.device)
+    before = (other > mine) | ((other == mine) & (number[None, :] < number[:, None]))
+    chosen = torch.where(before.sum(dim=-1) < top_k, likely, 0.0)
+    shares = chosen / chosen.sum(dim=-1, keepdim=True) if normalize else chosen
+    return shares.to(router_logits.dtype)
+
+
+def expert(hidden: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """One gated feed-forward block: `hidden` `[tokens, width]` -> `[tokens, width]`."""
+    inner = functional.silu(functional.linear(hidden, gate)) * functional.linear(hidden, up)
+    return functional.linear(inner, down)
+
+
+@torch.library.custom_op(
+    SPLIT_OPERATIONS["route_experts"].qualified,
+    mutates_args=(),
+    schema=(
+        "(Tensor hidden, Tensor router_logits, Tensor slots, Tensor[] gates, Tensor[] ups, Tensor[] downs, int top_k,"
+        " int normalize, int scratch) -> Tensor"
+    ),
+)
+def route_experts(
+    hidden: Tensor,
+    router_logits: Tensor,
+    slots: Tensor,
+    gates: Sequence[Tensor],
+    ups: Sequence[Tensor],
+    downs: Sequence[Tensor],
+    top_k: int,
+    normalize: int,
+    scratch: int,
+) -> Tensor:
+    """Each token through the experts that its router likes best: `hidden` `[tokens, width]`, `router_logits`
+    `[tokens, experts]`, `slots` int64 `[tokens]`, three lists with a weight of each expert -> `[tokens, width]`.
+
+    Tokens of the slot `scratch` are padding and go nowhere: how an expert rounds depends on how many tokens it has."""
+    weights = expert_weights(router_logits, top_k, normalize) * (slots != scratch)[:, None]
+    result = torch.zeros_like(hidden)
+    for index, weight in enumerate(weights.unbind(dim=1)):
+        rows = weight.nonzero().flatten()
+        if len(rows):
+            found = expert(hidden[rows], gates[index], ups[index], downs[index])
+            result.index_add_(0, rows, found * weight[rows, None])
+    return result
+
+
+@route_experts.register_fake
+def _(hidden: Tensor, *_others: Any) -> Tensor:
+    return torch.empty_like(hidden)
+
+
+def run(
+    name: str,
+    inputs: Sequence[Tensor],
+    state: Sequence[Tensor],
+    bindings: Sequence[Tensor],
+    options: Mapping[str, int],
+) -> Tensor:
+    """One call of a split operation, as a record describes it and `archive.piecewise` has checked."""
+    numbers = [options[option] for option in SPLIT_OPERATIONS[name].options]
+    with torch.no_grad():
+        if name == "slot_attention":
+            attended: Tensor = slot_attention(*inputs, *state, *numbers)
+            return attended
+        each = len(bindings) // 3
+        kinds = bindings[:each], bindings[each : 2 * each], bindings[2 * each :]
+        routed: Tensor = route_experts(*inputs, *kinds, *numbers)
+        return routed
+
+
+def tensor(array: np.ndarray, dtype: str) -> Tensor:
+    """An array's memory as a tensor, bfloat16 being carried as uint16."""
+    return torch.from_numpy(array).view(getattr(torch, dtype))
+
+
+def array(tensor: Tensor) -> np.ndarray:
+    """The inverse."""
+    dense = tensor.contiguous()
+    found: np.ndarray = (dense.view(torch.uint16) if dense.dtype == torch.bfloat16 else dense).numpy()
+    return found
