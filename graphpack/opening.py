@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from graphpack.archive.glance import mentions
@@ -111,6 +112,7 @@ def _restored(
     make_room: MakeRoom | None = None,
 ) -> list[RestoredModel]:
     from graphpack import logs
+    from graphpack.archive.ahead import BlobsAhead
     from graphpack.configuration.config import find_config
     from graphpack.trust_settings import find_policy
 
@@ -121,14 +123,18 @@ def _restored(
     with ExitStack() as held, ExitStack() as opened:
         for device in sorted(devices):
             held.enter_context(hold(device))
+        # Importing what restores takes longer than to read these; those of further entries would only take memory.
+        ahead = [BlobsAhead(archive, entry.record, every=request.verify) for entry in entries[:1]]
+        for first in ahead:
+            held.callback(first.close)
         from graphpack.restore import restore_entry
         from graphpack.results import SilentObserver
 
         told = observer or SilentObserver()
         models = []
-        for entry in entries:
+        for entry, blobs in zip_longest(entries, ahead):
             with logs.about(entry.name):
-                model = restore_entry(archive, entry, request, config, policy, told, make_room)
+                model = restore_entry(archive, entry, request, config, policy, told, make_room, blobs)
                 models.append(opened.enter_context(model))
         opened.pop_all()
     for model in models:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from graphpack import golden
+from graphpack.archive.ahead import BlobsAhead
 from graphpack.archive.check import check_features
 from graphpack.archive.piecewise import PiecewiseGraph, graphs_of
 from graphpack.archive.record import Graph, Record
@@ -63,12 +64,15 @@ def restore_entry(
     policy: Policy | None,
     observer: Observer,
     make_room: MakeRoom | None = None,
+    ahead: BlobsAhead | None = None,
 ) -> RestoredModel:
     """Climb the ladder for one entry. Without a policy, the entry is one that this very save has written.
 
-    `make_room` is called before memory is taken; what it raises ends the climb.
+    `make_room` is called before memory is taken; what it raises ends the climb. `ahead` has the blobs that this request
+    needs, if they are on their way already.
     """
-    return _Restore(archive, entry, request, config, policy, observer, make_room).run()
+    with closing(ahead or BlobsAhead(archive, entry.record, every=request.verify)) as blobs:
+        return _Restore(archive, entry, request, config, policy, observer, make_room, blobs).run()
 
 
 class _Restore:
@@ -83,6 +87,7 @@ class _Restore:
         policy: Policy | None,
         observer: Observer,
         make_room: MakeRoom | None,
+        ahead: BlobsAhead,
     ) -> None:
         self._archive = archive
         self._entry = entry
@@ -96,6 +101,7 @@ class _Restore:
         self._trusted = Trusted()
         self._observer = observer
         self._make_room = make_room
+        self._ahead = ahead
         self._ladder = Ladder()
         self._stage = Stages(observer)
         self._blobs: dict[str, bytes] = {}
@@ -157,19 +163,10 @@ class _Restore:
             self._session.begin(self._record, self._request)
 
     def _read_blobs(self) -> None:
-        """Read, hash and decompress every blob this load needs: with `--verify`, every blob there is."""
-        record = self._record
-        needed = {blob for graph in record.graphs for blob in (graph.object, *graph.images)}
-        needed |= {piece.object for graph in self._pieces for piece in graph.pieces}
-        needed |= {record.constants} if record.constants else set()
-        if self._request.verify:
-            needed |= {blob.digest for blob in record.blobs}
-        read = [blob for blob in record.blobs if blob.digest in needed]
-        for blob in read:
-            self._blobs[blob.digest] = self._archive.read_blob(blob)
-        of_all = (
-            f"{len(read)} of {len(record.blobs)} blobs" if len(read) < len(record.blobs) else f"all {len(read)} blobs"
-        )
+        """Every blob this load needs, read, hashed and decompressed: with `--verify`, every blob there is."""
+        self._blobs = self._ahead.contents()
+        read, there = len(self._blobs), len(self._record.blobs)
+        of_all = f"{read} of {there} blobs" if read < there else f"all {read} blobs"
         self._ladder.passed("integrity", f"{of_all} hashed")
 
     def _check_trust(self) -> None:
