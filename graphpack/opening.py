@@ -17,7 +17,7 @@ from graphpack.interpreter import collector_paused
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from graphpack.archive.store import Archive, Entry
+    from graphpack.archive.reading import Entry, Reader
     from graphpack.replay import RestoredModel
     from graphpack.restore import MakeRoom
     from graphpack.results import LoadedEntry, LoadRequest, Observer
@@ -60,12 +60,12 @@ def load_only(
     return model
 
 
-def _open(request: LoadRequest) -> tuple[Archive, Sequence[Entry]]:
-    from graphpack.archive.store import Archive
+def _open(request: LoadRequest) -> tuple[Reader, Sequence[Entry]]:
+    from graphpack.archive.reading import Reader
     from graphpack.identity.compat import check_allowed
 
     check_allowed(request.allow)
-    archive = Archive.open(request.archive)
+    archive = Reader.open(request.archive)
     entries = _complete(archive, request) if request.complete else archive.find(request.names or None)
     names = [entry.record.entry.name for entry in entries]
     stray = [name for name in request.weights if name is not None and name not in names]
@@ -75,7 +75,7 @@ def _open(request: LoadRequest) -> tuple[Archive, Sequence[Entry]]:
     return archive, entries
 
 
-def _complete(archive: Archive, request: LoadRequest) -> Sequence[Entry]:
+def _complete(archive: Reader, request: LoadRequest) -> Sequence[Entry]:
     """The entries of all configured models, or of those that were named. Raises what `completeness.refusal` gives."""
     from graphpack import completeness
     from graphpack.configuration.config import find_config
@@ -92,7 +92,7 @@ def _complete(archive: Archive, request: LoadRequest) -> Sequence[Entry]:
     return [held[name] for name in names]
 
 
-def _held(archive: Archive, names: Sequence[str]) -> dict[str, Entry]:
+def _held(archive: Reader, names: Sequence[str]) -> dict[str, Entry]:
     """Those of the entries that are there."""
     try:
         return {entry.name: entry for entry in archive.find(names)}
@@ -105,7 +105,7 @@ def _held(archive: Archive, names: Sequence[str]) -> dict[str, Entry]:
 
 
 def _restored(
-    archive: Archive,
+    archive: Reader,
     entries: Sequence[Entry],
     request: LoadRequest,
     observer: Observer | None,

@@ -10,8 +10,8 @@ from graphpack import golden
 from graphpack.archive.ahead import BlobsAhead
 from graphpack.archive.check import check_features
 from graphpack.archive.piecewise import PiecewiseGraph, graphs_of
+from graphpack.archive.reading import Entry, Reader
 from graphpack.archive.record import Graph, Record
-from graphpack.archive.store import Archive, Entry
 from graphpack.archive.trust import Policy, Trusted, trust_entry
 from graphpack.archive.validate import Ladder
 from graphpack.backends import Executable, Memory, Room, Session, backend
@@ -57,7 +57,7 @@ MakeRoom = Callable[[Record, Room], None]
 
 
 def restore_entry(
-    archive: Archive,
+    archive: Reader,
     entry: Entry,
     request: LoadRequest,
     config: Config,
@@ -80,7 +80,7 @@ class _Restore:
 
     def __init__(
         self,
-        archive: Archive,
+        archive: Reader,
         entry: Entry,
         request: LoadRequest,
         config: Config,
