@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import WORK, Report, child, expect, graphpack, main
+from harness import PINNED, WORK, Report, child, expect, graphpack, main
 
 DENSE = (1, 2, 4, *range(8, 129, 8))
 
@@ -44,25 +44,6 @@ PLANS = {
 }
 SEQ_LEN = 256
 RUNS = 7
-
-PINNED = """
-import json, sys, time
-from graphpack.backends.cuda.driver import driver
-from graphpack.backends.cuda.host import HostBuffer
-cuda = driver(); device = cuda.device(0); cuda.set_context(cuda.retain_context(device))
-size = 1 << 30
-buffer = HostBuffer(cuda, size)
-step = cuda.granularity(device)
-base = cuda.reserve(size); handle = cuda.create_memory(size, device)
-cuda.map_memory(base, size, handle); cuda.allow_access(base, size, device)
-stream = cuda.create_stream(); rates = []
-for _ in range(6):
-    start = time.perf_counter()
-    for _ in range(4): cuda.copy_to_device_async(base, buffer.address, size, stream)
-    cuda.synchronize_stream(stream)
-    rates.append(4 * size / (time.perf_counter() - start) / 1e9)
-print(json.dumps(max(rates)))
-"""
 
 FLOOR = """
 import ctypes, json, os, time

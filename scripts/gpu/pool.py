@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import WORK, Report, expect, graphpack, main
+from harness import PINNED, WORK, Report, child, expect, graphpack, main
 
 import graphpack as library
 from graphpack.backends.cuda.driver import Driver, driver
-from graphpack.backends.cuda.host import HostBuffer
 from graphpack.replay import RestoredModel
 
 SWITCHES = 100
@@ -26,6 +25,9 @@ GRANULE = 2 << 20
 WAKE_RATIO = 0.8
 BIG = 256 << 20
 """Bytes of weights from which on waking is a matter of bandwidth."""
+
+WAKING = ("create_memory", "map_memory", "allow_access", "copy_to_device_async", "fill_async", "copy_to_device")
+WAKING += ("synchronize",)
 
 Pairs = list[tuple[Path, Path | None]]
 """Archives with their checkpoints; a built-in model needs none."""
@@ -38,7 +40,7 @@ def pool(report: Report) -> None:
     cuda.set_context(cuda.retain_context(cuda.device(0)))
     built = _counted(cuda, "instantiate")
     with report.check("pinned bandwidth"):
-        rates = [_pinned(cuda)]
+        rates = [child(PINNED)]
     budget = max(_record(archive).layout.bytes for archive, _ in pairs)
     expected: dict[str, bytes] = {}
     with library.ModelPool(budget=budget) as made:
@@ -64,7 +66,7 @@ def pool(report: Report) -> None:
         with report.check("pinned bandwidth again"):
             for name in made.awake:
                 made.sleep(name)
-            rates.append(_pinned(cuda))
+            rates.append(child(PINNED))
         sizes = {name: _weights(made.switch(name)) for name in names}
     report.put("pinned GB/s", rates)
     with report.check("waking at the speed of the bus"):
@@ -89,6 +91,7 @@ def _switch(
     wakes: dict[str, list[float]] = {name: [] for name in names}
     sleeps, switches, free, host = [], [], [], []
     wrong = 0
+    spent, clocks = _clocked(cuda, WAKING), []
     for name in made.awake:
         made.sleep(name)
     all_asleep = cuda.memory_info()[0]
@@ -97,9 +100,11 @@ def _switch(
         if turn % 10 != 9:
             sleeps += [_timed(made.sleep, other) for other in made.awake]
             free.append(cuda.memory_info()[0])
+            spent.update(dict.fromkeys(spent, 0.0))
             wakes[name].append(_timed(made.switch, name))
         else:
             switches.append(_timed(made.switch, name))
+        clocks.append({call: 1e3 * seconds for call, seconds in spent.items()} if turn % 10 != 9 else {})
         model = made.switch(name)
         expect(name in made.awake, f"awake: {made.awake}")
         wrong += any(model.state(spec.name).numpy().any() for spec in model.record.graphs[0].state[:1])
@@ -109,6 +114,7 @@ def _switch(
     largest = max(abs(value - all_asleep) for value in free)
     report.put("free memory with all asleep, largest difference", largest)
     report.put("host memory after 20 and 100 switches", [host[20], host[-1]])
+    report.put("ms of a wake in calls of the driver, medians", _medians(clocks))
     expect(wrong == 0, "a switch changed results")
     expect(largest <= GRANULE, "sleep does not give all memory back")
     expect(host[-1] - host[20] <= 8 << 20, "host memory grows")
@@ -197,26 +203,30 @@ def _counted(cuda: Driver, name: str) -> list[int]:
     return calls
 
 
-def _pinned(cuda: Driver) -> float:
-    """GB/s of copies from page-locked memory, the best of six."""
-    size, device = 1 << 30, cuda.device(0)
-    buffer, base, handle = HostBuffer(cuda, size), cuda.reserve(size), cuda.create_memory(size, device)
-    cuda.map_memory(base, size, handle)
-    cuda.allow_access(base, size, device)
-    stream = cuda.create_stream()
-    rates = []
-    for _ in range(6):
-        start = time.perf_counter()
-        for _ in range(4):
-            cuda.copy_to_device_async(base, buffer.address, size, stream)
-        cuda.synchronize_stream(stream)
-        rates.append(4 * size / (time.perf_counter() - start) / 1e9)
-    cuda.destroy_stream(stream)
-    cuda.unmap_memory(base, size)
-    cuda.release_memory(handle)
-    cuda.free_addresses(base, size)
-    buffer.close()
-    return max(rates)
+def _clocked(cuda: Driver, names: tuple[str, ...]) -> dict[str, float]:
+    """Seconds spent in each of the driver's functions, from now on."""
+    spent = dict.fromkeys(names, 0.0)
+
+    def timed(name: str) -> Any:
+        inner = getattr(cuda, name)
+
+        def call(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return inner(*arguments)
+            finally:
+                spent[name] += time.perf_counter() - start
+
+        return call
+
+    for name in names:
+        setattr(cuda, name, timed(name))
+    return spent
+
+
+def _medians(clocks: list[dict[str, float]]) -> dict[str, float]:
+    seen = [clock for clock in clocks if clock]
+    return {name: round(statistics.median(clock[name] for clock in seen), 3) for name in seen[0]}
 
 
 def _resident() -> int:
