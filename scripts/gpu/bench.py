@@ -330,6 +330,7 @@ def _cold_start(report: Report, plan: Plan, checkpoint: str, archive: str, weigh
     report.put("cold starts", {"lazy": lazy, "all graphs": whole})
     report.put("first token over floor", best["first token"] / floor)
     report.put("timeline", _started(TIMELINE, archive, checkpoint))
+    report.put("ms of imports, the longest", _imports())
     captured = report.values.get("save", {}).get("capture s, all buckets")
     if captured:
         restored = statistics.median([sum(one["stages"].values()) for one in whole])
@@ -337,6 +338,16 @@ def _cold_start(report: Report, plan: Plan, checkpoint: str, archive: str, weigh
         report.put("capture over restore", captured / restored)
     expect(not best["torch"], "restoring imported torch")
     expect(best["first token"] <= plan.floor_ratio * floor, "the first token comes too late")
+
+
+def _imports() -> dict[str, float]:
+    """What each module takes that a restore imports, without what it imports itself."""
+    code = "import graphpack.opening, graphpack.restore, graphpack.backends.cuda.restore"
+    command = [sys.executable, "-X", "importtime", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    rows = [line.removeprefix("import time:").split("|") for line in done.stderr.splitlines()[1:]]
+    times = {name.strip(): int(own) / 1e3 for own, _, name in rows}
+    return dict(sorted(times.items(), key=lambda item: -item[1])[:40])
 
 
 def _started(code: str, *arguments: str) -> Any:

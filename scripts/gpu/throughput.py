@@ -32,7 +32,8 @@ def throughput(report: Report) -> None:
     with report.check("compile for all batches at once, so that the measured process finds it done"):
         once = ("--runs", "1", "--steps", "1")
         running = [subprocess.Popen([*command, "--batches", batch, *once], env=environment) for batch in BATCHES]
-        expect(not any([process.wait() for process in running]), "a batch could not be run")
+        statuses = [process.wait() for process in running]
+        expect(not any(statuses), "a batch could not be run")
     with report.check("restored graphs agree with the model"):
         sizes = ("--runs", str(RUNS), "--steps", str(STEPS), "--json", str(result))
         subprocess.run([*command, "--batches", ",".join(BATCHES), *sizes], check=True, env=environment)
