@@ -21,6 +21,7 @@ KEPT = Path(__file__).parents[1] / "archives" / "cpu-piecewise-1.1"
 E = "extensions.piecewise"
 G = f"{E}.graphs[0]"
 
+Edit = Callable[[dict[str, Any]], object]
 Found = list[tuple[str, str, str]]
 """Of each problem: where, archived, here."""
 
@@ -30,7 +31,7 @@ def kept() -> Record:
     return Archive.open(KEPT).find(None)[0].record
 
 
-def changed(edit: Callable[[dict[str, Any]], None]) -> Record:
+def changed(edit: Edit) -> Record:
     """The kept record after `edit` of its extension."""
     extension = copy.deepcopy(dict(kept().extensions["piecewise"]))
     edit(extension)
@@ -42,15 +43,15 @@ def problems(record: Record) -> Found:
     return [(problem.where, problem.archived, problem.here) for problem in (*malformed, *unknown)]
 
 
-def setting(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+def setting(name: str, value: Any) -> Edit:
     return lambda extension: extension["settings"].update({name: value})
 
 
-def graph(**fields: Any) -> Callable[[dict[str, Any]], None]:
+def graph(**fields: Any) -> Edit:
     return lambda extension: extension["graphs"][0].update(fields)
 
 
-def call(number: int, **fields: Any) -> Callable[[dict[str, Any]], None]:
+def call(number: int, **fields: Any) -> Edit:
     return lambda extension: extension["graphs"][0]["calls"][number].update(fields)
 
 
@@ -108,7 +109,7 @@ def test_what_nobody_knows_is_told_apart_from_what_is_malformed() -> None:
 
 
 ONE = "some, sorted, each once"
-ROWS: dict[str, tuple[Callable[[dict[str, Any]], None], Found]] = {
+ROWS: dict[str, tuple[Edit, Found]] = {
     "operations twice": (
         setting("split_operations", ["slot_attention", "slot_attention"]),
         [(f"{E}.settings.split_operations", "['slot_attention', 'slot_attention']", ONE)],
