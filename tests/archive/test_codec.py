@@ -516,3 +516,11 @@ def test_what_compresses_less_than_the_limit_is_compressed() -> None:
     data = codec.compress(content)
     assert len(data) < 2000
     assert codec.decompress(data, len(content), "blob") == content
+
+
+@pytest.mark.parametrize("inner", ['"TEXT"', '["x","TEXT"]', '["TEXT",1]', '{"TEXT":1}', '{"x":{"y":["TEXT"]}}'])
+def test_text_that_is_not_unicode_is_found_wherever_it_is(inner: str) -> None:
+    good, bad = (codec_text.encode() for codec_text in (inner.replace("TEXT", text) for text in ("t", "\\ud800")))
+    assert codec.parse_object(b'{"a":' + good + b"}", 100)
+    with pytest.raises(ValueError, match="surrogates"):
+        codec.parse_object(b'{"a":' + bad + b"}", 100)

@@ -11,15 +11,19 @@ from typing import Any
 
 import pytest
 
-from graphpack.archive import piecewise
+from graphpack.archive import codec, piecewise
+from graphpack.archive.check import decode_record
 from graphpack.archive.record import EntryIdentity, Record
 from graphpack.archive.store import Archive
+from graphpack.errors import CorruptArchiveError, UnsupportedFormatError
 from graphpack.graph import Chunk
+from graphpack.schema import to_plain
 from tests.archive.build import make_record
 
 KEPT = Path(__file__).parents[1] / "archives" / "cpu-piecewise-1.1"
 E = "extensions.piecewise"
 G = f"{E}.graphs[0]"
+ONES = "1" * 64
 
 Edit = Callable[[dict[str, Any]], object]
 Found = list[tuple[str, str, str]]
@@ -203,6 +207,35 @@ def test_rule(title: str) -> None:
         return text
 
     assert problems(changed(edit)) == [(said(where), said(archived), said(here)) for where, archived, here in expected]
+
+
+def decoded(record: Record) -> Record:
+    return decode_record(codec.frame_record(to_plain(record)), "file")
+
+
+@pytest.mark.parametrize(
+    ("edit", "where", "kind"),
+    [
+        (lambda extension: extension["graphs"][0]["pieces"][1].update(object=ONES), "pieces[1].object", "object"),
+        (graph(golden=ONES), "golden", "golden"),
+    ],
+    ids=["object", "golden"],
+)
+def test_blobs_of_pieces_are_blobs_of_the_entry(edit: Edit, where: str, kind: str) -> None:
+    assert decoded(kept()) == kept()
+    with pytest.raises(CorruptArchiveError) as caught:
+        decoded(changed(edit))
+    found = [(problem.where, problem.archived) for problem in caught.value.problems]
+    assert found[0] == (f"{G}.{where}", ONES)
+    assert "nothing in the record uses it" in caught.value.problems[-1].here
+    assert kind in caught.value.problems[0].here
+
+
+def test_keys_of_a_later_version_are_another_refusal_than_damage() -> None:
+    with pytest.raises(UnsupportedFormatError, match=r"extensions\.piecewise\.other"):
+        decoded(changed(lambda extension: extension.update(other=1)))
+    with pytest.raises(CorruptArchiveError, match="rows"):
+        decoded(changed(lambda extension: (extension.update(other=1), extension["graphs"][0].update(rows=0))))
 
 
 def test_calls_of_one_piece_are_alike() -> None:
