@@ -17,7 +17,7 @@ import pytest
 from graphpack.archive import codec, oci
 from graphpack.archive.check import decode_record
 from graphpack.archive.piecewise import Piecewise
-from graphpack.archive.record import Record
+from graphpack.archive.record import FORMAT_MAJOR, FORMAT_MINOR, Record
 from graphpack.archive.signature import Statement
 from graphpack.identity.agreement import check_agreement
 from graphpack.schema import field_types, to_plain
@@ -47,6 +47,10 @@ def rows(text: str) -> list[list[str]]:
     """The cells of the first table in `text`, without its header."""
     lines = text[text.index("|") :].partition("\n\n")[0].splitlines()
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
+
+
+def test_the_version_is_the_document_s() -> None:
+    assert DOCUMENT.startswith(f"# The graphpack archive, format {FORMAT_MAJOR}.{FORMAT_MINOR}\n")
 
 
 # --- The record's fields
