@@ -10,7 +10,7 @@
 #     bash scripts/long.sh fuzz         five million inputs for what reads bytes from outside. Most of an hour on two
 #                                       cores; docs/benchmarks/fuzzing.md has a result.
 #     bash scripts/long.sh mutants      150 mutants of what decides about an archive, of which the tests have to notice
-#                                       80 %. About ten minutes; docs/benchmarks/mutation-2026-11-29.md has more.
+#                                       80 %. About ten minutes; docs/benchmarks/mutation-2026-11-30.md has more.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/setup.sh test
