@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from graphpack.schema import shown
+
 
 def meant(name: str, known: Iterable[str]) -> str | None:
     """The most similar of the `known` names, if any is similar."""
@@ -13,6 +15,6 @@ def meant(name: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
-    """A hint: the most similar name, or what to do `otherwise`."""
+    """A hint: the most similar name, which may be an archive's, or what to do `otherwise`."""
     found = meant(name, known)
-    return f"did you mean {found}?" if found is not None else otherwise
+    return f"did you mean {shown(found)}?" if found is not None else otherwise
