@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 
 from graphpack import golden
 from graphpack.archive.oci import blob_file
-from graphpack.archive.piecewise import PiecewiseGraph, graphs_of
-from graphpack.archive.record import Graph, Record
+from graphpack.archive.piecewise import shaped_graphs
+from graphpack.archive.record import Record
 from graphpack.errors import CorruptArchiveError, Problem
-from graphpack.graph import Bucket
+from graphpack.graph import bucket_of
 from graphpack.regions import unpack_constants
 
 
@@ -19,12 +19,10 @@ def check_contents(record: Record, blobs: Mapping[str, bytes]) -> None:
     Raises CorruptArchiveError.
     """
     problems = [*_constants(record, blobs), *_objects(record, blobs)]
-    goldens: list[tuple[Graph | PiecewiseGraph, Bucket]] = [(graph, graph.bucket) for graph in record.graphs]
-    goldens += [(graph, graph.chunk(record).bucket) for graph in graphs_of(record)]
-    for graph, bucket in goldens:
+    for shape, graph in shaped_graphs(record):
         where = blob_file(graph.golden)
         try:
-            found = golden.decode(blobs[graph.golden], bucket, graph.inputs, graph.outputs[0], where)
+            found = golden.decode(blobs[graph.golden], bucket_of(shape), graph.inputs, graph.outputs[0], where)
         except CorruptArchiveError as error:
             problems += error.problems
             continue

@@ -13,11 +13,11 @@ from graphpack.backends import Memory
 from graphpack.errors import EnvironmentMismatchError, LayoutMismatchError, Problem, UsageError, WeightsMismatchError
 from graphpack.golden import DECODE_INPUTS
 from graphpack.graph import Bucket
-from graphpack.lockstep import carried
 from graphpack.models.decoder import DecoderStep
 from graphpack.models.locate import Located
 from graphpack.models.registry import decoder_code
 from graphpack.schema import shown
+from graphpack.torch_arrays import to_array
 
 
 class Eager:
@@ -58,7 +58,7 @@ class Eager:
         module = self._step.module_for(Bucket(len(given[0]), seq_len))
         with torch.no_grad(), torch.autocast(given[0].device.type, enabled=False):
             logits: Any = module(*given, *self._state)
-        return carried(logits)
+        return to_array(logits)
 
 
 def _check_code(record: Record) -> None:

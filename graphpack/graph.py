@@ -40,6 +40,15 @@ class Chunk:
         return f"{self.tokens} tokens"
 
 
+Shape = Bucket | Chunk
+"""The shape of any graph."""
+
+
+def bucket_of(shape: Shape) -> Bucket:
+    """The rows a graph gives and the positions it sees."""
+    return shape if isinstance(shape, Bucket) else shape.bucket
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
     """A dense row-major tensor that a graph takes or gives.

@@ -13,7 +13,8 @@ import torch
 
 from graphpack.errors import CaptureRefusedError, Problem
 from graphpack.golden import STEPS, Driver, Golden, Recorder, recorded_tolerance, tolerance_cap
-from graphpack.graph import Bucket, Chunk, TensorSpec
+from graphpack.graph import Bucket, Shape, TensorSpec, bucket_of
+from graphpack.torch_arrays import to_array, to_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ def eager(
     kept = [torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device) for spec in state]
 
     def step(given: Mapping[str, np.ndarray]) -> torch.Tensor:
-        tensors = [torch.from_numpy(given[spec.name]).view(getattr(torch, spec.dtype)).to(device) for spec in inputs]
+        tensors = [to_tensor(given[spec.name], spec.dtype).to(device) for spec in inputs]
         with torch.no_grad():
             result = module(*tensors, *kept)
         return result if isinstance(result, torch.Tensor) else result[0]
@@ -87,7 +88,7 @@ def drive(
     graph: Step,
     driver: Drives,
     steps: int,
-    shape: Bucket | Chunk,
+    shape: Shape,
     output: TensorSpec,
     dtype: str,
     precise: Step | None = None,
@@ -99,8 +100,7 @@ def drive(
     Raises CaptureRefusedError if the graph's values leave the largest tolerance for `dtype`, or its argmax differs
     from eager's where eager's two best are further apart than twice the tolerance.
     """
-    bucket = shape if isinstance(shape, Bucket) else shape.bucket
-    recorder = Recorder(bucket, output.shape[-1], steps)
+    recorder = Recorder(bucket_of(shape), output.shape[-1], steps)
     deviation, rounding, span = 0.0, 0.0, 0.0
     disagreements: list[tuple[int, int, float]] = []
     for step in range(steps):
@@ -116,7 +116,7 @@ def drive(
         span = max(span, _span(wide))
         disagreements += [(step, *one) for one in _disagreements(expected, found, joined)]
         rows = torch.from_numpy(recorder.rows).to(found.device)
-        recorder.add(given, found.argmax(dim=1).cpu().numpy(), carried(found[rows]), output.dtype)
+        recorder.add(given, found.argmax(dim=1).cpu().numpy(), to_array(found[rows]), output.dtype)
         driver.advance(step, expected.argmax(dim=1).cpu().numpy())
         if math.isnan(deviation):
             break
@@ -140,12 +140,6 @@ def drive(
     if problems:
         raise CaptureRefusedError("the captured graph does not agree with the model run eagerly", problems[:8])
     return Agreement(recorder.finish(), deviation, tolerance)
-
-
-def carried(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor's elements on the host, in the numpy type that carries them: bfloat16 as uint16."""
-    dense = tensor.detach().cpu().contiguous()
-    return (dense.view(torch.uint16) if dense.dtype == torch.bfloat16 else dense).numpy()
 
 
 def _disagreements(expected: torch.Tensor, found: torch.Tensor, rows: torch.Tensor) -> list[tuple[int, float]]:

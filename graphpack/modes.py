@@ -10,7 +10,8 @@ import torch
 
 from graphpack.errors import Problem, UsageError
 
-_LIBRARY = Path(torch.__file__).parent
+TORCH = Path(torch.__file__).parent
+"""Where torch itself is: its frames are not the model's."""
 
 
 def refuse_modes(device_type: str) -> None:
@@ -48,6 +49,6 @@ def node_line(node: torch.fx.Node) -> str:
     trace_lines = [line.strip() for line in (node.stack_trace or "").splitlines() if line.strip().startswith("File ")]
     for line in reversed(trace_lines):
         file, _, rest = line.removeprefix('File "').partition('", line ')
-        if _LIBRARY not in Path(file).parents and not file.startswith("<"):
+        if TORCH not in Path(file).parents and not file.startswith("<"):
             return f"{file}:{rest.split(',')[0]}"
     return "the model"

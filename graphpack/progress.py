@@ -30,7 +30,23 @@ def observer(stream: TextIO) -> Iterator[Observer]:
         yield _Bar(progress)
 
 
-class _Lines:
+class _Told:
+    """What is told alike in either way: `_print` prints a line that stays."""
+
+    def bucket(self, batch_size: int, seq_len: int, text: str) -> None:
+        self._print(f"{batch_size}x{seq_len} {text}")
+
+    def pieces(self, token_count: int, text: str) -> None:
+        self._print(f"{token_count} tokens {text}")
+
+    def note(self, text: str) -> None:
+        self._print(f"note: {text}")
+
+    def _print(self, text: str) -> None:
+        raise NotImplementedError
+
+
+class _Lines(_Told):
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
         self.rate = _Rate()
@@ -44,21 +60,12 @@ class _Lines:
         if time.monotonic() - self.printed > SECONDS_BETWEEN_LINES:
             self._print(f"{what}: {text}")
 
-    def bucket(self, batch_size: int, seq_len: int, text: str) -> None:
-        self._print(f"{batch_size}x{seq_len} {text}")
-
-    def pieces(self, token_count: int, text: str) -> None:
-        self._print(f"{token_count} tokens {text}")
-
-    def note(self, text: str) -> None:
-        self._print(f"note: {text}")
-
     def _print(self, text: str) -> None:
         self.printed = time.monotonic()
         print(printable(text), file=self.stream, flush=True)
 
 
-class _Bar:
+class _Bar(_Told):
     def __init__(self, progress: Any) -> None:
         self.progress = progress
         self.task = progress.add_task("starting", total=None, detail="")
@@ -71,15 +78,6 @@ class _Bar:
     def bytes(self, what: str, done: int, total: int) -> None:
         detail = self.rate.text(what, done, total)
         self.progress.update(self.task, description=printable(what), completed=done, total=total, detail=detail)
-
-    def bucket(self, batch_size: int, seq_len: int, text: str) -> None:
-        self._print(f"{batch_size}x{seq_len} {text}")
-
-    def pieces(self, token_count: int, text: str) -> None:
-        self._print(f"{token_count} tokens {text}")
-
-    def note(self, text: str) -> None:
-        self._print(f"note: {text}")
 
     def _print(self, text: str) -> None:
         self.progress.console.print(printable(text), markup=False, soft_wrap=True)

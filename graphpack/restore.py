@@ -9,7 +9,7 @@ from pathlib import Path
 from graphpack import golden
 from graphpack.archive.ahead import BlobsAhead
 from graphpack.archive.check import check_features
-from graphpack.archive.piecewise import PiecewiseGraph, graphs_of
+from graphpack.archive.piecewise import PiecewiseGraph, graphs_of, shaped_graphs
 from graphpack.archive.reading import Entry, Reader
 from graphpack.archive.record import Graph, Record
 from graphpack.archive.trust import Policy, Trusted, trust_entry
@@ -27,7 +27,7 @@ from graphpack.errors import (
     WeightsMismatchError,
 )
 from graphpack.golden import Golden
-from graphpack.graph import Bucket, Chunk
+from graphpack.graph import Bucket, Shape, bucket_of
 from graphpack.identity.agreement import refuse_contradictions
 from graphpack.identity.compat import check_environment
 from graphpack.identity.environment import read_host
@@ -51,7 +51,6 @@ from graphpack.trials import Trial, verify_graphs
 
 Graphs = dict[Bucket, tuple[Graph, Executable]]
 Pieces = dict[int, tuple[PiecewiseGraph, Executable]]
-Shape = Bucket | Chunk
 MakeRoom = Callable[[Record, Room], None]
 """Told what is to be restored, and what it will take of which device."""
 
@@ -268,12 +267,9 @@ class _Restore:
         goldens: dict[Shape, Golden] = {}
         if not (self._request.verify or self._other_device):
             return goldens
-        shapes: list[tuple[Shape, Graph | PiecewiseGraph]] = [(graph.bucket, graph) for graph in self._record.graphs]
-        shapes += [(graph.chunk(self._record), graph) for graph in self._pieces]
-        for shape, graph in shapes:
-            where = f"blobs/sha256/{graph.golden}"
-            bucket = shape if isinstance(shape, Bucket) else shape.bucket
-            found = golden.decode(self._golden_blob(graph.golden), bucket, graph.inputs, graph.outputs[0], where)
+        for shape, graph in shaped_graphs(self._record):
+            where, blob = f"blobs/sha256/{graph.golden}", self._golden_blob(graph.golden)
+            found = golden.decode(blob, bucket_of(shape), graph.inputs, graph.outputs[0], where)
             if found.steps != graph.golden_steps:
                 problem = Problem(where, f"{graph.golden_steps} steps", f"{found.steps} steps in the blob")
                 raise CorruptArchiveError("a golden is not what its graph describes", [problem])

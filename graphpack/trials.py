@@ -14,7 +14,7 @@ from graphpack.backends import Executable, Memory
 from graphpack.dtypes import DTYPES
 from graphpack.errors import OutputsDifferError, Problem
 from graphpack.golden import Comparison, Golden
-from graphpack.graph import Bucket, Chunk
+from graphpack.graph import Bucket, Shape
 from graphpack.inputs import check_inputs
 from graphpack.results import BenchRow, VerifiedBucket
 
@@ -23,7 +23,7 @@ from graphpack.results import BenchRow, VerifiedBucket
 class Trial:
     """A graph, what runs it, and what it must give."""
 
-    shape: Bucket | Chunk
+    shape: Shape
     graph: Graph | PiecewiseGraph
     executable: Executable
     golden: Golden
@@ -67,7 +67,7 @@ def verify_graphs(name: str, trials: Sequence[Trial], memory: Memory) -> tuple[V
     return tuple(verified)
 
 
-def _named(shape: Bucket | Chunk) -> tuple[Bucket, str, int | None]:
+def _named(shape: Shape) -> tuple[Bucket, str, int | None]:
     if isinstance(shape, Bucket):
         return shape, f"bucket {shape}", None
     return shape.bucket, str(shape), shape.tokens

@@ -19,8 +19,9 @@ LONGEST_MODULE = 400
 
 # A module imports only what stands before it.
 ORDER = """
-    errors elf words suggestion process jobs logs
-    split_operations schema arguments dtypes graph results texts stages convert home interpreter
+    errors elf words process jobs logs
+    split_operations schema suggestion arguments dtypes torch_arrays graph results texts stages convert home
+    interpreter
     configuration configuration.yaml_file configuration.keys configuration.reader configuration.environment
     configuration.config
     archive archive.glance archive.record archive.piecewise archive.codec archive.limits archive.oci archive.owner
@@ -65,6 +66,7 @@ ORDER = """
 # The way of `save`, of steps that no graph was captured for, and of what runs between pieces. All other modules know
 # torch neither at their top nor in their functions.
 MAY_USE_TORCH = {
+    "torch_arrays",
     "models.operations",
     "models.experts",
     "models.decoder",
@@ -96,6 +98,7 @@ DOORS = {
     ("cli.save", "capture"),
     ("fallback", "eager"),
     ("backends.cpu.stitched", "models.operations"),
+    ("backends.cpu.stitched", "torch_arrays"),
 }
 
 MAY_START_PROCESSES = {"backends.cpu.compile", "jobs", "proof"}

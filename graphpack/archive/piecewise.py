@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated
 
-from graphpack.archive.record import Distance, Record
+from graphpack.archive.record import Distance, Graph, Record
 from graphpack.errors import Problem
-from graphpack.graph import Chunk, TensorSpec
+from graphpack.graph import Chunk, Shape, TensorSpec
 from graphpack.schema import PROBLEM_LIMIT, Count, Digest, Positive, SchemaProblems, Whole, from_plain, one_of, shown
 from graphpack.split_operations import SPLIT_OPERATIONS, SplitOperation
 
@@ -111,6 +111,12 @@ def graphs_of(record: Record) -> tuple[PiecewiseGraph, ...]:
     """The piecewise graphs of an entry, none if it has no such."""
     found = piecewise_of(record)
     return found.graphs if found else ()
+
+
+def shaped_graphs(record: Record) -> list[tuple[Shape, Graph | PiecewiseGraph]]:
+    """Every graph of an entry, each of which has a golden of its own, with its shape: decode steps first."""
+    found: list[tuple[Shape, Graph | PiecewiseGraph]] = [(graph.bucket, graph) for graph in record.graphs]
+    return [*found, *((graph.chunk(record), graph) for graph in graphs_of(record))]
 
 
 def has_piecewise(record: Record) -> bool:

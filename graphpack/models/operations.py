@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.nn import functional
 
 from graphpack.split_operations import SPLIT_OPERATIONS
 
 
-@torch.library.custom_op(
+@library.custom_op(
     SPLIT_OPERATIONS["slot_attention"].qualified,
     mutates_args=("keys", "values"),
     schema=(
@@ -88,7 +87,7 @@ def expert(hidden: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return functional.linear(inner, down)
 
 
-@torch.library.custom_op(
+@library.custom_op(
     SPLIT_OPERATIONS["route_experts"].qualified,
     mutates_args=(),
     schema=(
@@ -143,15 +142,3 @@ def run(
         kinds = bindings[:each], bindings[each : 2 * each], bindings[2 * each :]
         routed: Tensor = route_experts(*inputs, *kinds, *numbers)
         return routed
-
-
-def tensor(array: np.ndarray, dtype: str) -> Tensor:
-    """An array's memory as a tensor, bfloat16 being carried as uint16."""
-    return torch.from_numpy(array).view(getattr(torch, dtype))
-
-
-def array(tensor: Tensor) -> np.ndarray:
-    """The inverse."""
-    dense = tensor.contiguous()
-    found: np.ndarray = (dense.view(torch.uint16) if dense.dtype == torch.bfloat16 else dense).numpy()
-    return found

@@ -15,9 +15,9 @@ from graphpack import opening, restore
 from graphpack.errors import GraphpackError
 from graphpack.identity.environment import Host, read_host
 from graphpack.results import LoadedEntry, LoadRequest
-from tests.archive.build import identity, read_record
+from tests.archive.build import identity, read_index, read_record
 from tests.matrix.row import Row
-from tests.matrix.sealing import names_of_files, own_image
+from tests.matrix.sealing import apply, names_of_files, own_image
 
 
 def outcome(request: LoadRequest) -> GraphpackError | LoadedEntry:
@@ -71,6 +71,36 @@ def words(base: Path, archive: Path, new: dict[str, Any]) -> dict[str, Any]:
     images = {"own_image": own_image(old)} if old["graphs"][0]["images"] else {}
     said = {"old": old, "new": new, "archive": archive, "at": at}
     return {**said, **open_ends, **settings, **images, **sizes, **files}
+
+
+def check_row(row: Row, answer: Answer, base: Path, archive: Path) -> None:
+    """Change a copy of `base` as the row says; what reading it gives is the answer."""
+    new = apply(archive, row)
+    said = words(base, archive, new)
+    first = read(archive, row, verify=False)
+    if answer.exit == 0 or row.found_by == "load --verify":
+        assert_loads(first, answer)
+    last = first if answer.exit and row.found_by == "load" else read(archive, row, verify=True)
+    if answer.exit:
+        assert isinstance(last, GraphpackError), "loads"
+        assert_says(last, answer, said)
+    else:
+        assert_loads(last, answer)
+
+
+def check_twin(base: Path, archive: Path) -> list[LoadedEntry]:
+    """Sealing alone changes nothing: without its edits each row is the archive that loads. What loads of it gave."""
+    results = []
+    unchanged = Row(field="", change="")
+    apply(archive, unchanged)
+    assert {path.name for path in archive.rglob("*")} == {path.name for path in base.rglob("*")}
+    assert read_index(archive) == read_index(base)
+    for verify in (False, True):
+        result = read(archive, unchanged, verify=verify)
+        assert isinstance(result, LoadedEntry), str(result)
+        assert result.notes == ()
+        results.append(result)
+    return results
 
 
 def assert_says(error: GraphpackError, answer: Answer, said: dict[str, Any]) -> None:

@@ -9,14 +9,11 @@ from pathlib import Path
 import pytest
 
 from graphpack.archive.piecewise import Piecewise
-from graphpack.errors import GraphpackError
-from graphpack.results import LoadedEntry
-from tests.archive.build import read_index
 from tests.matrix import rows_piecewise
 from tests.matrix.fields import fields_of
-from tests.matrix.reading import answers, assert_loads, assert_says, read, words
+from tests.matrix.reading import answers, check_row, check_twin
 from tests.matrix.row import Row
-from tests.matrix.sealing import apply, clone
+from tests.matrix.sealing import clone
 
 KEPT = Path(__file__).parents[1] / "archives" / "cpu-piecewise-1.1"
 
@@ -36,32 +33,11 @@ def new_archive(base: Path, tmp_path: Path) -> Callable[[], Path]:
 
 @pytest.mark.parametrize("row", rows_piecewise.ROWS, ids=lambda row: row.title)
 def test_row(row: Row, base: Path, new_archive: Callable[[], Path]) -> None:
-    answer = answers("piecewise")[row.title]
-    archive = new_archive()
-    new = apply(archive, row)
-    said = words(base, archive, new)
-    first = read(archive, row, verify=False)
-    if answer.exit == 0 or row.found_by == "load --verify":
-        assert_loads(first, answer)
-    last = first if answer.exit and row.found_by == "load" else read(archive, row, verify=True)
-    if answer.exit:
-        assert isinstance(last, GraphpackError), "loads"
-        assert_says(last, answer, said)
-    else:
-        assert_loads(last, answer)
+    check_row(row, answers("piecewise")[row.title], base, new_archive())
 
 
 def test_the_twin_of_every_row_loads(base: Path, new_archive: Callable[[], Path]) -> None:
-    """Sealing alone changes nothing: without its edits each row is the archive that loads."""
-    archive = new_archive()
-    unchanged = Row(field="", change="")
-    apply(archive, unchanged)
-    assert {path.name for path in archive.rglob("*")} == {path.name for path in base.rglob("*")}
-    assert read_index(archive) == read_index(base)
-    for verify in (False, True):
-        result = read(archive, unchanged, verify=verify)
-        assert isinstance(result, LoadedEntry), str(result)
-        assert (result.notes, result.pieces) == ((), 3)
+    assert [result.pieces for result in check_twin(base, new_archive())] == [3, 3]
 
 
 def test_every_field_has_a_row() -> None:

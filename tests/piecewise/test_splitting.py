@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 from graphpack.archive.piecewise import Call, PiecewiseSettings
 from graphpack.backends.cpu import pieces
@@ -290,7 +290,7 @@ def test_a_model_without_a_prefill_is_refused() -> None:
     ]
 
 
-@torch.library.custom_op("graphpack_tests::shout", mutates_args=())
+@library.custom_op("graphpack_tests::shout", mutates_args=())
 def shout(x: Tensor) -> Tensor:
     """An operation that only Python knows."""
     return x * 2

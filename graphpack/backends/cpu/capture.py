@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -24,7 +25,7 @@ from graphpack.identity.cpu_isa import CpuIsa
 from graphpack.identity.digests import settings_digest
 from graphpack.models.step import StepModel
 
-COMPILERS = 2
+_COMPILERS = 2
 """g++ runs beside the tracing of the next bucket; each takes up to 1 GB."""
 
 
@@ -63,40 +64,51 @@ def capture(
     slots = settings.slots
     state = step.state(slots, seq_len)
     captured: list[CapturedGraph] = []
-    with tempfile.TemporaryDirectory(prefix="graphpack-") as scratch, ThreadPoolExecutor(COMPILERS) as pool:
-        running: list[tuple[Bucket, TracedStep, float, Future[bytes]]] = []
+    running: list[tuple[Bucket, TracedStep, float, Future[bytes]]] = []
+    with compiling(isa) as compiled:
+        for bucket in sorted(buckets, reverse=True):
+            start = time.perf_counter()
+            module = step.module_for(bucket)
+            traced = trace(module, step.inputs(bucket, slots), state, weights)
+            _check_outputs(traced, step.outputs(bucket), bucket)
+            name = object_name(settings_digest(settings), traced.topology)
+            running.append((bucket, traced, start, compiled(traced, str(bucket), name)))
+        for bucket, traced, start, code in running:
+            graph = CapturedGraph(
+                bucket=bucket,
+                topology=traced.topology,
+                nodes=traced.nodes,
+                code=code.result(),
+                inputs=step.inputs(bucket, slots),
+                outputs=step.outputs(bucket),
+                state=state,
+                constants=constants_of(traced),
+                seconds=time.perf_counter() - start,
+            )
+            captured.append(graph)
+            done(graph)
+    return sorted(captured, key=lambda graph: graph.bucket)
+
+
+@contextmanager
+def compiling(isa: CpuIsa) -> Iterator[Callable[[TracedStep, str, str], Future[bytes]]]:
+    """What makes an object of a traced step, given the name of a new folder and a SONAME: its C++ at once, the object
+    beside what the caller does next. Whatever ends the block early ends the compilers."""
+    with tempfile.TemporaryDirectory(prefix="graphpack-") as scratch, ThreadPoolExecutor(_COMPILERS) as pool:
         stop = Event()
+
+        def compiled(traced: TracedStep, folder: str, name: str) -> Future[bytes]:
+            directory = Path(scratch) / folder
+            directory.mkdir()
+            generate(traced, isa, directory)
+            return pool.submit(build, directory, name, stop)
+
         try:
-            for bucket in sorted(buckets, reverse=True):
-                start = time.perf_counter()
-                module = step.module_for(bucket)
-                traced = trace(module, step.inputs(bucket, slots), state, weights)
-                _check_outputs(traced, step.outputs(bucket), bucket)
-                directory = Path(scratch) / str(bucket)
-                directory.mkdir()
-                generate(traced, isa, directory)
-                name = object_name(settings_digest(settings), traced.topology)
-                running.append((bucket, traced, start, pool.submit(build, directory, name, stop)))
-            for bucket, traced, start, code in running:
-                graph = CapturedGraph(
-                    bucket=bucket,
-                    topology=traced.topology,
-                    nodes=traced.nodes,
-                    code=code.result(),
-                    inputs=step.inputs(bucket, slots),
-                    outputs=step.outputs(bucket),
-                    state=state,
-                    constants=constants_of(traced),
-                    seconds=time.perf_counter() - start,
-                )
-                captured.append(graph)
-                done(graph)
+            yield compiled
         except BaseException:
             stop.set()
-            for *_, code in running:
-                code.cancel()
+            pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return sorted(captured, key=lambda graph: graph.bucket)
 
 
 def binding_names(

@@ -20,9 +20,7 @@ from torch.export import ExportedProgram
 from graphpack.errors import CaptureRefusedError, Problem, StorageError
 from graphpack.graph import TensorSpec
 from graphpack.lockstep import evaluating
-from graphpack.modes import draws_random_numbers, node_line, refuse_modes
-
-_LIBRARY = Path(torch.__file__).parent
+from graphpack.modes import TORCH, draws_random_numbers, node_line, refuse_modes
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +116,7 @@ def _user_line(chain: Sequence[BaseException]) -> str:
             path = Path(frame.filename)
             if (
                 path.is_file()
-                and _LIBRARY not in path.parents
+                and TORCH not in path.parents
                 and path != Path(__file__)
                 and "contextlib" not in path.name
             ):

@@ -3,13 +3,10 @@ pieces that are alike."""
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from pathlib import Path
-from threading import Event
 from typing import Protocol, cast
 
 import torch
@@ -18,8 +15,7 @@ from graphpack import golden, lockstep
 from graphpack.archive.piecewise import Piece, PiecewiseGraph, PiecewiseSettings, prefill_shapes
 from graphpack.archive.record import Settings
 from graphpack.backends import UNWRITTEN
-from graphpack.backends.cpu.capture import COMPILERS, constants_of
-from graphpack.backends.cpu.compile import build, generate
+from graphpack.backends.cpu.capture import compiling, constants_of
 from graphpack.backends.cpu.export import TracedStep, trace, trace_examples
 from graphpack.backends.cpu.memory import CpuMemory
 from graphpack.backends.cpu.policy import object_name
@@ -31,6 +27,7 @@ from graphpack.identity.cpu_isa import CpuIsa
 from graphpack.identity.digests import piece_digest, piecewise_digest, stitching_digest
 from graphpack.models.step import StepModel
 from graphpack.splitting import split
+from graphpack.torch_arrays import to_tensor
 
 
 class PrefillModel(Protocol):
@@ -83,39 +80,29 @@ def capture_pieces(
     prefill, seq_len = prefill_of(step), max(settings.seq_lens)
     digest = piecewise_digest(settings, piecewise)
     captured = []
-    with tempfile.TemporaryDirectory(prefix="graphpack-") as scratch, ThreadPoolExecutor(COMPILERS) as pool:
-        running: list[tuple[_Traced, float, list[Future[bytes]]]] = []
-        stop = Event()
-        try:
-            for tokens in sorted(piecewise.token_counts, reverse=True):
-                start = time.perf_counter()
-                chunk = Chunk(tokens, min(tokens, max(settings.batch_sizes)), seq_len)
-                traced = _trace(prefill, chunk, settings.slots, step.state(settings.slots, seq_len), piecewise, weights)
-                _check_bindings(traced.graph, weights, aliases, traced.constants)
-                codes = []
-                for number, piece in enumerate(traced.steps):
-                    directory = Path(scratch) / f"{tokens}-{number}"
-                    directory.mkdir()
-                    generate(piece, isa, directory)
-                    name = object_name(digest, piece_digest(traced.graph.topology, piece.topology))
-                    codes.append(pool.submit(build, directory, name, stop))
-                running.append((traced, start, codes))
-            for traced, start, codes in running:
-                found = StitchedPieces(
-                    graph=traced.graph,
-                    chunk=traced.chunk,
-                    codes=tuple(code.result() for code in codes),
-                    constants=traced.constants,
-                    seconds=time.perf_counter() - start,
-                )
-                captured.append(found)
-                done(found)
-        except BaseException:
-            stop.set()
-            for *_, codes in running:
-                for code in codes:
-                    code.cancel()
-            raise
+    running: list[tuple[_Traced, float, list[Future[bytes]]]] = []
+    with compiling(isa) as compiled:
+        for tokens in sorted(piecewise.token_counts, reverse=True):
+            start = time.perf_counter()
+            chunk = Chunk(tokens, min(tokens, max(settings.batch_sizes)), seq_len)
+            traced = _trace(prefill, chunk, settings.slots, step.state(settings.slots, seq_len), piecewise, weights)
+            _check_bindings(traced.graph, weights, aliases, traced.constants)
+            names = (object_name(digest, piece_digest(traced.graph.topology, one.topology)) for one in traced.steps)
+            codes = [
+                compiled(piece, f"{tokens}-{number}", name)
+                for number, (piece, name) in enumerate(zip(traced.steps, names, strict=True))
+            ]
+            running.append((traced, start, codes))
+        for traced, start, codes in running:
+            found = StitchedPieces(
+                graph=traced.graph,
+                chunk=traced.chunk,
+                codes=tuple(code.result() for code in codes),
+                constants=traced.constants,
+                seconds=time.perf_counter() - start,
+            )
+            captured.append(found)
+            done(found)
     return sorted(captured, key=lambda found: found.chunk)
 
 
@@ -207,14 +194,13 @@ def agree_pieces(
     for one in captured:
         graph, output = one.graph, one.graph.outputs[0]
         executable = StitchedGraph(loaded_torch(), graph, one.codes, memory)
-        element = getattr(torch, output.dtype)
         try:
             memory.reset_state()
             driver = golden.PrefillDriver(one.chunk, graph.inputs)
             with lockstep.eager(module, graph.inputs, state) as model:
                 result = lockstep.drive(
                     model,
-                    lambda given: torch.from_numpy(executable.run(given)[output.name]).view(element),  # noqa: B023
+                    lambda given: to_tensor(executable.run(given)[output.name], output.dtype),  # noqa: B023
                     driver,
                     golden.PREFILL_STEPS,
                     one.chunk,

@@ -98,13 +98,16 @@ def described_objects(record: Record) -> Iterator[Described]:
             topology=graph.topology,
         )
     piecewise = piecewise_of(record)
-    for split in piecewise.graphs if piecewise else ():
+    if piecewise is None:
+        return
+    settings = piecewise_digest(record.settings, piecewise.settings)
+    for split in piecewise.graphs:
         for number, piece in enumerate(split.pieces):
             yield Described(
                 of=f"piece {number} of {split.token_count} tokens",
                 digest=piece.object,
                 images=0,
-                settings=piecewise_digest(record.settings, piecewise.settings) if piecewise else "",
+                settings=settings,
                 topology=piece_digest(split.topology, piece.topology),
             )
 

@@ -87,16 +87,16 @@ class StitchedGraph:
         ]
 
     def _run_operation(self, call: Call, values: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        operations = _operations()
+        operations, arrays = _torch()
         memory = self._memory
         result = operations.run(
             call.operation,
-            [operations.tensor(values[name], self._specs[name].dtype) for name in call.inputs],
-            [operations.tensor(memory.array(name), memory.dtypes[name]) for name in call.state],
-            [operations.tensor(memory.array(name), memory.dtypes[name]) for name in call.bindings],
+            [arrays.to_tensor(values[name], self._specs[name].dtype) for name in call.inputs],
+            [arrays.to_tensor(memory.array(name), memory.dtypes[name]) for name in call.state],
+            [arrays.to_tensor(memory.array(name), memory.dtypes[name]) for name in call.bindings],
             call.options,
         )
-        return [operations.array(result)]
+        return [arrays.to_array(result)]
 
     def close(self) -> None:
         for found in self._objects:
@@ -107,14 +107,15 @@ class StitchedGraph:
         self._bound.clear()
 
 
-def _operations() -> ModuleType:
-    """What runs split operations, which is torch: imported when the first of them runs."""
+def _torch() -> tuple[ModuleType, ModuleType]:
+    """What runs split operations, which is torch, and what hands it arrays: imported when the first of them runs."""
     try:
+        from graphpack import torch_arrays
         from graphpack.models import operations
     except ImportError as error:
         problem = Problem("torch", "", str(error), "pip install the torch build that the entry names")
         raise EnvironmentMismatchError("split operations are run by torch", [problem]) from error
-    return operations
+    return operations, torch_arrays
 
 
 def _last_uses(graph: PiecewiseGraph) -> list[tuple[str, ...]]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
-from functools import cache
+from functools import cache, partial
 from threading import Thread
 from typing import Any
 
@@ -107,14 +107,14 @@ def held_context(index: int) -> Iterator[None]:
     Contexts are counted: whoever retains it meanwhile, which then takes no time, keeps it. A device that there is not
     is no error here.
     """
-    retained: list[c_int] = []
+    retained: list[Callable[[], int]] = []
 
     def retain() -> None:
         device, context, library = c_int(), c_void_p(), _early_library()
         if library is not None and library.cuInit(0) == 0:
             found = library.cuDeviceGet(byref(device), index) == 0
             if found and library.cuDevicePrimaryCtxRetain(byref(context), device) == 0:
-                retained.append(device)
+                retained.append(partial(library.cuDevicePrimaryCtxRelease_v2, device))
 
     thread = Thread(target=retain, name="graphpack-hold")
     thread.start()
@@ -122,10 +122,8 @@ def held_context(index: int) -> Iterator[None]:
         yield
     finally:
         thread.join()
-        library = _early_library()
-        if library is not None:
-            for device in retained:
-                library.cuDevicePrimaryCtxRelease_v2(device)
+        for release in retained:
+            release()
 
 
 _QUICK = frozenset(
