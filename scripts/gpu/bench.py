@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import PINNED, WORK, Report, child, expect, graphpack, main
+from harness import CACHES, PINNED, WORK, Report, child, expect, graphpack, main
 
 DENSE = (1, 2, 4, *range(8, 129, 8))
 
@@ -256,10 +256,9 @@ def bench(report: Report) -> None:
             made = graphpack("models", "make", plan.model, str(checkpoint))
             report.put("checkpoint", {"seconds": made["wall"]})
     weights = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
-    caches = {"TORCHINDUCTOR_CACHE_DIR": f"{WORK}/caches/inductor", "TRITON_CACHE_DIR": f"{WORK}/caches/triton"}
     if not kept:
         shutil.rmtree(WORK / "caches", ignore_errors=True)
-        _save(report, plan, str(checkpoint), str(archive), caches)
+        _save(report, plan, str(checkpoint), str(archive))
     read_in(checkpoint)
     with report.check("pinned bandwidth"):
         report.put("pinned GB/s", child(PINNED))
@@ -274,7 +273,7 @@ def bench(report: Report) -> None:
         report.put("images s", min(part["spent"]["load"] for part in parts))
     if plan.compared and not kept:
         with report.check("replay beside torch"):
-            _replay(report, plan, str(checkpoint), str(archive), caches)
+            _replay(report, plan, str(checkpoint), str(archive))
     with report.check("verify"):
         answer = child(PARTS, str(archive), str(checkpoint), "verify", timeout=200)
         report.put("verify", answer)
@@ -293,10 +292,10 @@ def read_in(checkpoint: Path) -> None:
         subprocess.run(["/bin/cat", str(file)], stdout=subprocess.DEVNULL, check=True)
 
 
-def _save(report: Report, plan: Plan, checkpoint: str, archive: str, caches: dict[str, str]) -> None:
+def _save(report: Report, plan: Plan, checkpoint: str, archive: str) -> None:
     options = ["--device", "cuda", "--batch-sizes", ",".join(map(str, plan.batch_sizes)), "--seq-lens", str(SEQ_LEN)]
     options += ["--compile"] if plan.compiled else []
-    saved = graphpack("save", checkpoint, archive, *options, timeout=500, environment=caches)
+    saved = graphpack("save", checkpoint, archive, *options, timeout=500, environment=CACHES)
     if saved["status"]:
         raise RuntimeError(json.dumps(saved, indent=1))
     seconds = [graph["seconds_capture"] for graph in saved["graphs"]]
@@ -305,10 +304,10 @@ def _save(report: Report, plan: Plan, checkpoint: str, archive: str, caches: dic
     report.put("save", {**figures, "stages": saved["stages"], "wall": saved["wall"]})
 
 
-def _replay(report: Report, plan: Plan, checkpoint: str, archive: str, caches: dict[str, str]) -> None:
+def _replay(report: Report, plan: Plan, checkpoint: str, archive: str) -> None:
     compared, buckets = (",".join(map(str, batches)) for batches in (plan.compared, plan.batch_sizes))
     numbers = (str(SEQ_LEN), str(max(plan.batch_sizes) + 1), str(RUNS), str(plan.compiled))
-    answer = child(REPLAY, archive, checkpoint, buckets, compared, *numbers, timeout=300, environment=caches)
+    answer = child(REPLAY, archive, checkpoint, buckets, compared, *numbers, timeout=300, environment=CACHES)
     report.put("replay", answer)
     alone = child(ALONE, archive, checkpoint, compared, str(SEQ_LEN))
     report.put("restored ms, no torch", alone)

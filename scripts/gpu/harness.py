@@ -17,6 +17,9 @@ from typing import Any
 OUT = Path(os.environ.get("OUT", "build/gpu"))
 WORK = Path(os.environ.get("GPU_WORK", "build/gpu")).resolve()
 
+CACHES = {"TORCHINDUCTOR_CACHE_DIR": f"{WORK}/caches/inductor", "TRITON_CACHE_DIR": f"{WORK}/caches/triton"}
+"""Where the stage that saves a compiled model leaves what it compiled, for those that time the same kernels."""
+
 # GB/s of copies from page-locked memory, the best of six.
 PINNED = """
 import json, sys, time

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from harness import OUT, WORK, Report, expect, main
+from harness import CACHES, OUT, WORK, Report, expect, main
 
 CHECKPOINT, ARCHIVE = WORK / "qwen3-0.6b", WORK / "qwen3-0.6b-compile.archive"
 RUNS, STEPS = 7, 20
@@ -26,8 +26,7 @@ def throughput(report: Report) -> None:
     expect(ARCHIVE.is_dir() and CHECKPOINT.is_dir(), "there is nothing to measure before the stage `bench compile`")
     program, result = Path(__file__).parents[1] / "bench_throughput.py", OUT / "throughput-runs.json"
     OUT.mkdir(parents=True, exist_ok=True)
-    caches = {"TORCHINDUCTOR_CACHE_DIR": f"{WORK}/caches/inductor", "TRITON_CACHE_DIR": f"{WORK}/caches/triton"}
-    environment = {**os.environ, **caches}
+    environment = {**os.environ, **CACHES}
     command = [sys.executable, str(program), str(CHECKPOINT), str(ARCHIVE)]
     with report.check("compile for all batches at once, so that the measured process finds it done"):
         once = ("--runs", "1", "--steps", "1")
