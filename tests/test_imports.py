@@ -33,7 +33,7 @@ ORDER = """
     models models.step models.safetensors models.seeded models.weights models.blocks models.architecture models.specs
     models.checkpoint models.presets models.operations models.experts models.decoder
     models.factory models.registry models.locate models.tokenizer
-    regions tensor golden backends lockstep modes splitting
+    regions tensor golden backends backends.spare lockstep modes splitting
     backends.inductor_cache
     backends.cpu.policy backends.cpu.memory backends.cpu.runtime backends.cpu.stitched backends.cpu.restore
     backends.cpu
