@@ -24,7 +24,8 @@ ORDER = """
     interpreter
     configuration configuration.yaml_file configuration.keys configuration.reader configuration.environment
     configuration.config
-    archive archive.glance archive.record archive.piecewise archive.codec archive.limits archive.oci archive.owner
+    archive archive.glance archive.record archive.piecewise archive.codec archive.compression archive.limits archive.oci
+    archive.owner
     archive.files archive.lock archive.looks archive.finding archive.check archive.permissions archive.keys
     archive.signature archive.reading archive.ahead archive.store archive.collect archive.trust archive.remembered
     archive.validate
