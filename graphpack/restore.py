@@ -213,7 +213,8 @@ class _Restore:
         with self._stage("weights"):
             total = self._record.weights.bytes
             progress: Callable[[int], None] = lambda done: self._observer.bytes("weights", done, total)  # noqa: E731
-            here = hash_weights(source, progress=progress, carriers=memory.carriers if memory else None)
+            known, carriers = (memory.leaf_digests(), memory.carriers) if memory else ({}, None)
+            here = hash_weights(source, progress=progress, carriers=carriers, known=known)
             problems = check_weights(self._record.weights, here, source)
         if problems:
             raise self._other_weights(problems)

@@ -73,6 +73,10 @@ class Memory(Protocol):
     def carriers(self) -> Callable[[int], Carrier] | None:
         """Where hashing is to read weights to, if they travel from there; else they are there or on their way."""
 
+    def leaf_digests(self) -> Mapping[str, bytes]:
+        """The digests of the leaves, one behind the other, of those stored tensors that this memory can hash where they
+        are, once they are in place; for a verified load. All others have to be read to be hashed."""
+
     def ready(self) -> None:
         """Wait until every weight is in place. Nothing may run before."""
 

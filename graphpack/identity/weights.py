@@ -96,15 +96,22 @@ def hash_weights(
     progress: Callable[[int], None] | None = None,
     threads: int | None = None,
     carriers: Callable[[int], Carrier] | None = None,
+    known: Mapping[str, bytes] | None = None,
 ) -> Weights:
     """Read every byte once, in file order, and hash it; in `hashing_threads()` threads unless told.
 
     `progress` is called from this thread, about ten times a second and at the end, with the bytes done so far.
-    `carriers` makes each thread's, from its number.
+    `carriers` makes each thread's, from its number. `known` has the digests of the leaves, one behind the other, of
+    tensors that need not be read.
     Raises WeightsMismatchError if a file changed while being read, and whatever `source.read_into` and carriers raise.
     """
+    known = known or {}
+    unknown = {name: tensor for name, tensor in source.tensors.items() if name not in known}
+    done = sum(source.tensors[name].bytes for name in known)
     hashing = _Hashing(source.read_into, carriers or (lambda _: _OwnBuffer()))
-    digests = hashing.digests(source.tensors, progress, threads or hashing_threads())
+    counted = (lambda more: progress(done + more)) if progress else None
+    leaves = {**hashing.leaf_digests(unknown, counted, threads or hashing_threads()), **known}
+    digests = {name: _tensor_digest(source.tensors[name].bytes, found) for name, found in leaves.items()}
     changed = source.changed()
     if changed:
         raise WeightsMismatchError("the weights changed while being read", changed)
@@ -161,12 +168,9 @@ class _Hashing:
         self._read_into, self._carriers = read_into, carriers
         self._runs: deque[_Run] = deque()
 
-    def digests(
+    def leaf_digests(
         self, tensors: Mapping[str, StoredTensor], progress: Callable[[int], None] | None, threads: int
-    ) -> dict[str, str]:
-        # Imported here because it takes milliseconds, and a load that does not verify never hashes.
-        from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-
+    ) -> Mapping[str, bytes | bytearray]:
         # One leaf stays in a processor's own cache until it is hashed. Where many threads want Python's lock back after
         # each read, that takes longer than what the cache saves.
         size = LEAF_BYTES * (_MOST_AT_ONCE if threads >= _MANY_THREADS else 1)
@@ -174,6 +178,13 @@ class _Hashing:
         for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].file, item[1].offset)):
             found[name] = bytearray(len(range(0, tensor.bytes, LEAF_BYTES)) * _DIGEST_BYTES)
             self._runs += _runs(name, tensor, found[name], size)
+        if not self._runs:
+            if progress:
+                progress(0)
+            return found
+
+        # Imported here because it takes milliseconds, and a load that does not verify never hashes.
+        from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
         done = [0] * threads
         with quick_handover(), ThreadPoolExecutor(threads, "graphpack-hash") as pool:
@@ -187,7 +198,7 @@ class _Hashing:
                         progress(sum(done))
             finally:
                 self._runs.clear()  # What makes the threads stop after an error or an interrupt.
-        return {name: _tensor_digest(tensors[name].bytes, digests) for name, digests in found.items()}
+        return found
 
     def _work(self, done: list[int], worker: int) -> None:
         """One thread: take the next run, read it, hash its leaves. Both release Python's lock."""
@@ -213,7 +224,7 @@ class _Hashing:
                 done[worker] += run.length
 
 
-def _tensor_digest(size: int, leaf_digests: bytearray) -> str:
+def _tensor_digest(size: int, leaf_digests: bytes | bytearray) -> str:
     return hashlib.sha256(Tag.TENSOR.value + size.to_bytes(8, "little") + leaf_digests).hexdigest()
 
 

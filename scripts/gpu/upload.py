@@ -40,7 +40,7 @@ for _ in range(3):
     room = upload_buffers(size)
     buffer = Future(); buffer.set_result(HostBuffer(cuda, room, HostPages(room)))
     start = time.perf_counter()
-    made = Upload(cuda, context, Plan((Copy(0, 0, size, base),), ()), source, buffer)
+    made = Upload(cuda, context, Plan((Copy(0, 0, size, base, "w"),), ()), source, buffer)
     made.wait()
     rates.append(round(size / (time.perf_counter() - start) / 1e9, 1))
     made.close()

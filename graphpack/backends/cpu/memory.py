@@ -69,6 +69,9 @@ class CpuMemory:
                 target[...] = convert(content, stored.dtype, region.dtype).reshape(region.shape)
                 self.weights_mode = f"converted {stored.dtype} -> {region.dtype}"
 
+    def leaf_digests(self) -> Mapping[str, bytes]:
+        return {}
+
     def ready(self) -> None:
         """Weights are mapped or copied when the memory is made."""
 

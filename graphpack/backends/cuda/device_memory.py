@@ -16,6 +16,7 @@ from graphpack.backends.cuda.arena import Arena
 from graphpack.backends.cuda.driver import Driver
 from graphpack.backends.cuda.host import HostBuffer, address_of
 from graphpack.backends.cuda.host_weights import HostWeights
+from graphpack.backends.cuda.leaf_hash import ALIGNMENT, leaf_code, leaf_digests
 from graphpack.backends.cuda.placement import Placement
 from graphpack.backends.cuda.relay import Relay
 from graphpack.backends.cuda.upload import Upload, plan_upload
@@ -37,8 +38,8 @@ class DeviceArray:
 
 
 class CudaMemory:
-    """See `graphpack.backends.Memory`. Weights travel from the start on, or with `hashed` when they are read to be
-    hashed; `ready` waits for them.
+    """See `graphpack.backends.Memory`. Weights travel from the start on; `ready` waits for them. With `hashed` they can
+    be hashed where they arrive, or travel when they are read to be hashed where the device has no kernel for it.
 
     Regions in memory that the caller holds, `placement.bound`, are neither filled nor zeroed: they are the caller's.
     Closing closes the weights too, and calls `closed` last, when nothing on the device is held any more. A memory that
@@ -62,7 +63,7 @@ class CudaMemory:
         self.exact = True
         self.device = f"cuda:{device}"
         self.bound = frozenset(placement.bound)
-        self._driver, self._context = driver, context
+        self._driver, self._ordinal, self._context = driver, device, context
         self._own = {region.name: region for region in layout.regions if region.name not in placement.bound}
         self._regions = {region.name: region for region in layout.regions}
         self._undo = ExitStack()
@@ -82,9 +83,9 @@ class CudaMemory:
             self._undo.callback(driver.destroy_stream, self.stream)
             self._undo.callback(self._drop_staging)
             plan = plan_upload(self._own.values(), self.addresses, weights)
-            self._relay = (
-                Relay(driver, context, self._own.values(), self.addresses, weights, buffer) if hashed else None
-            )
+            self._hashed = tuple(copy for copy in plan.copies if hashed and copy.target % ALIGNMENT == 0)
+            self._code = leaf_code(driver, device) if hashed else None
+            self._relay = Relay(driver, context, plan.copies, buffer) if hashed and self._code is None else None
             if self._relay is not None:
                 self._undo.callback(self._relay.close)
                 plan, buffer = replace(plan, copies=()), None
@@ -103,12 +104,27 @@ class CudaMemory:
 
     @property
     def weights_mode(self) -> str:
-        hashed = self._relay is not None and self._upload.mode == "uploaded"
-        return "uploaded while they were hashed" if hashed else self._upload.mode
+        if self._upload.mode != "uploaded" or not self._hashed:
+            return self._upload.mode
+        return "uploaded while they were hashed" if self._relay else "uploaded, then hashed on the device"
 
     @property
     def carriers(self) -> Callable[[int], Carrier] | None:
         return self._relay.carrier if self._relay is not None else None
+
+    def leaf_digests(self) -> Mapping[str, bytes]:
+        if self._code is None or not self._hashed:
+            return {}
+        self._upload.wait()
+        self._driver.set_context(self._context)
+        parts = [(copy.target, copy.size) for copy in self._hashed]
+        found: dict[str, bytes] = {}
+        digests = leaf_digests(self._driver, self._ordinal, self.stream, self._code, parts)
+        for copy, leaves in zip(self._hashed, digests, strict=True):
+            if found.setdefault(copy.tensor, leaves) != leaves:
+                # Of two copies of a tensor, only one can be what was recorded: no digest says so.
+                found[copy.tensor] = bytes(len(leaves))
+        return found
 
     def ready(self) -> None:
         self._upload.wait()

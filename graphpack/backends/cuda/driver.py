@@ -6,9 +6,9 @@ Handles and device addresses are plain integers; every function raises for anyth
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import byref, c_char_p, c_int, c_size_t, c_uint64, c_void_p
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import cache
 
 import numpy as np
@@ -215,6 +215,13 @@ class Driver(Library):
             self.check(status, name)
             found.append((offset.value, size.value))
         return tuple(found)
+
+    def launch_kernel(
+        self, function: int, grid: int, block: int, parameters: Sequence[c_uint | c_uint64], stream: int
+    ) -> None:
+        """Run `grid` blocks of `block` threads, on a line, without dynamic shared memory."""
+        values = (c_void_p * len(parameters))(*(ctypes.addressof(value) for value in parameters))
+        self._call("cuLaunchKernel", function, grid, 1, 1, block, 1, 1, 0, stream, values, None)
 
     # --- graphs
 

@@ -67,6 +67,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuFuncGetName": (_P, _P),
     "cuFuncGetModule": (_P, _P),
     "cuFuncGetParamInfo": (_P, _SIZE, _P, _P),
+    "cuLaunchKernel": (_P, *(_UINT,) * 7, _P, _P, _P),
     "cuGraphCreate": (_P, _UINT),
     "cuGraphDestroy": (_P,),
     "cuGraphAddKernelNode_v2": (_P, _P, _P, _SIZE, _P),

@@ -1,21 +1,17 @@
-"""Weights that are hashed on their way: the threads that hash them read into page-locked buffers, and each chunk goes
-on to the device from there, so that a verified load reads every byte once.
+"""Weights that are hashed on their way, for devices that cannot hash them: the threads that do read into page-locked
+buffers, and each chunk goes on to the device from there, so that a verified load reads every byte once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
 from graphpack.backends.cuda.driver import Driver
 from graphpack.backends.cuda.host import HostBuffer, HostPages
 from graphpack.backends.cuda.ring import SLOTS, TransferRing
-from graphpack.graph import Region
+from graphpack.backends.cuda.upload import Copy
 from graphpack.identity.weights import BUFFER_BYTES, hashing_threads
-
-if TYPE_CHECKING:
-    from graphpack.models.weights import WeightSource
 
 _PLACE = -(-BUFFER_BYTES // 4096) * 4096
 
@@ -28,25 +24,14 @@ def relay_buffers() -> int:
 class Relay:
     """Buffers for `hash_weights`, by the number of the thread. Close it when hashing has ended.
 
-    `buffer` is one of `relay_buffers` bytes, which is closed then; without, one is made.
+    `buffer` is one of at least `relay_buffers` bytes, which is closed then; without, one is made.
     """
 
-    def __init__(
-        self,
-        driver: Driver,
-        context: int,
-        regions: Iterable[Region],
-        addresses: Mapping[str, int],
-        source: WeightSource,
-        buffer: Future[HostBuffer] | None,
-    ) -> None:
+    def __init__(self, driver: Driver, context: int, copies: Iterable[Copy], buffer: Future[HostBuffer] | None) -> None:
         self._driver, self._context = driver, context
         self._targets: dict[str, list[int]] = {}
-        for region in regions:
-            if region.kind == "weight" and region.bytes:
-                stored = source.tensor(region.name)
-                if stored.dtype == region.dtype:
-                    self._targets.setdefault(stored.name, []).append(addresses[region.name])
+        for copy in copies:
+            self._targets.setdefault(copy.tensor, []).append(copy.target)
         self._buffer = buffer.result() if buffer else HostBuffer(driver, relay_buffers(), HostPages(relay_buffers()))
 
     def carrier(self, number: int) -> _Carrier:

@@ -67,7 +67,10 @@ class CudaSession:
 
     def begin(self, record: Record, request: LoadRequest) -> None:
         """Make the pages that weights will travel through and graphs will take, in threads."""
-        size = relay_buffers() if request.verify else upload_buffers(record.weights.bytes)
+        size = upload_buffers(record.weights.bytes)
+        if request.verify:
+            # Which way weights travel then is known when the device is.
+            size = max(size, relay_buffers())
         self._buffer = self._device.lock(HostPages(size))
         if not request.lazy_graphs:
             nodes = sum(graph.nodes for graph in record.graphs)

@@ -39,12 +39,13 @@ _PIECES_A_THREAD = 10
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """`size` bytes at `offset` of a file go to a device address."""
+    """`size` bytes at `offset` of a file, a whole tensor as it is stored, go to a device address."""
 
     file: int
     offset: int
     size: int
     target: int
+    tensor: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ def plan_upload(regions: Iterable[Region], addresses: Mapping[str, int], source:
         stored = source.tensor(region.name)
         target = addresses[region.name]
         if stored.dtype == region.dtype:
-            copies.append(Copy(stored.file, stored.offset, stored.bytes, target))
+            copies.append(Copy(stored.file, stored.offset, stored.bytes, target, stored.name))
         else:
             conversions.append(Conversion(stored.name, stored.dtype, region.dtype, target))
     return Plan(tuple(sorted(copies, key=lambda copy: (copy.file, copy.offset))), tuple(conversions))

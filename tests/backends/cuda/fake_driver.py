@@ -14,7 +14,7 @@ import json
 import threading
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ import numpy as np
 
 from graphpack.backends.cuda import structs
 from graphpack.backends.cuda.driver import Driver
+from graphpack.backends.cuda.leaf_hash import KERNEL, LEAF
 from graphpack.backends.cuda.libcuda import CudaError
 from tests.backends.cuda import cubin_reader
 
@@ -400,6 +401,30 @@ class FakeDriver(Driver):
 
     def function_parameters(self, function: int) -> tuple[tuple[int, int], ...]:
         return tuple(self.functions[function].parameters)
+
+    def launch_kernel(
+        self,
+        function: int,
+        grid: int,
+        block: int,
+        parameters: Sequence[ctypes.c_uint | ctypes.c_uint64],
+        stream: int,
+    ) -> None:
+        self._enter("launch_kernel")
+        found = self.functions[function]
+        assert [ctypes.sizeof(value) for value in parameters] == [size for _, size in found.parameters]
+        assert found.name == KERNEL, f"nothing here can run the code of {found.name}"
+        table, digests, count = (value.value for value in parameters)
+        self.streams[stream].append(lambda: self._hash_leaves(table, digests, min(count, grid * block)))
+
+    def _hash_leaves(self, table: int, digests: int, count: int) -> None:
+        """What `leaf_hash.cu` does, in which threads that have no leaf do nothing."""
+        if self.fault:
+            self._fail("cuStreamSynchronize", self.fault)
+        for index, leaf in enumerate(np.frombuffer(self.read(table, count * LEAF.itemsize), LEAF)):
+            assert leaf["address"] % 16 == 0, "the kernel reads 16 bytes at once"
+            found = hashlib.sha256(b"\0" + self.read(int(leaf["address"]), int(leaf["length"]))).digest()
+            self.write(digests + 32 * index, np.frombuffer(found, ">u4").astype("<u4").tobytes())
 
     # --- graphs
 

@@ -16,6 +16,7 @@ import pytest
 
 import graphpack
 from graphpack import backends
+from graphpack.backends.cuda import leaf_hash
 from graphpack.backends.cuda.restore import CudaBackend
 from graphpack.errors import (
     CorruptArchiveError,
@@ -24,6 +25,7 @@ from graphpack.errors import (
     InputError,
     LayoutMismatchError,
     OutputsDifferError,
+    Problem,
     StorageError,
     WeightsMismatchError,
 )
@@ -164,21 +166,138 @@ def test_a_taken_base(archive: Path, driver: FakeDriver) -> None:
     assert (error.code, error.problems[0].where) == (8, "layout.base")
 
 
-def test_a_verified_load_reads_every_weight_once(
-    archive: Path, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[int] = []
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many bytes of weights were read at a time."""
+    found: list[int] = []
     inner = WeightSource.read_into
 
     def read_into(source: WeightSource, file: int, offset: int, target: memoryview) -> None:
-        read.append(len(target))
+        found.append(len(target))
         inner(source, file, offset, target)
 
     monkeypatch.setattr(WeightSource, "read_into", read_into)
+    return found
+
+
+def test_weights_are_hashed_where_they_arrive(archive: Path, driver: FakeDriver, read: list[int]) -> None:
+    with loaded(archive, verify=True) as model:
+        assert model.result.weights_mode == "uploaded, then hashed on the device"
+        assert sum(read) == model.result.weights_bytes
+        assert all(bucket.bit_identical for bucket in model.result.verified)
+        assert "every weight byte" in model.result.proven
+    assert driver.calls["launch_kernel"] == 1
+    assert driver.held() == {}
+
+
+def test_nothing_is_hashed_without_being_asked(archive: Path, driver: FakeDriver) -> None:
+    with loaded(archive) as model:
+        assert model.result.weights_mode == "uploaded"
+    assert not driver.calls["launch_kernel"]
+
+
+@pytest.fixture
+def without_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No image of the kernel fits the device."""
+    monkeypatch.setattr(leaf_hash, "IMAGES", tmp_path)
+
+
+@pytest.mark.usefixtures("without_image")
+def test_weights_are_hashed_on_their_way_where_the_device_cannot(
+    archive: Path, driver: FakeDriver, read: list[int]
+) -> None:
     with loaded(archive, verify=True) as model:
         assert model.result.weights_mode == "uploaded while they were hashed"
         assert sum(read) == model.result.weights_bytes
         assert all(bucket.bit_identical for bucket in model.result.verified)
+    assert not driver.calls["launch_kernel"]
+    assert driver.held() == {}
+
+
+def seal_weights(archive: Path) -> None:
+    rows = [
+        [row[key] for key in ("name", "dtype", "shape", "digest")] for row in read_record(archive)["weights"]["tensors"]
+    ]
+    reseal(archive, "weights.root", identity(2, sorted(rows)))
+
+
+def test_other_weights_are_refused_in_the_same_words_wherever_they_are_hashed(
+    archive: Path, driver: FakeDriver, request: pytest.FixtureRequest
+) -> None:
+    """Two of one shape in each other's place, and one that is not the recorded one."""
+    tensors = {row["name"]: index for index, row in enumerate(read_record(archive)["weights"]["tensors"])}
+    one, other, third = (
+        f"model.layers.0.{name}.weight" for name in ("self_attn.k_proj", "self_attn.v_proj", "mlp.up_proj")
+    )
+    digests = [read_record(archive)["weights"]["tensors"][tensors[name]]["digest"] for name in (one, other)]
+    for name, digest in ((one, digests[1]), (other, digests[0]), (third, "0" * 64)):
+        reseal(archive, f"weights.tensors.{tensors[name]}.digest", digest)
+    seal_weights(archive)
+    on_the_device = refusal(archive, WeightsMismatchError, verify=True)
+    assert driver.calls["launch_kernel"] == 1
+    request.getfixturevalue("without_image")
+    assert on_the_device.problems == refusal(archive, WeightsMismatchError, verify=True).problems
+    assert driver.calls["launch_kernel"] == 1
+    assert [problem.where for problem in on_the_device.problems] == [third, one, other]
+    assert on_the_device.problems[1].hint == f"2 tensors swapped: {one} <-> {other}"
+    assert driver.held() == {}
+
+
+class Forgetful(FakeDriver):
+    """The last byte of what is copied at a time, if there is much of it, arrives as another."""
+
+    def copy_to_device_async(self, target: int, source: int, size: int, stream: int) -> None:
+        super().copy_to_device_async(target, source, size, stream)
+
+        def work() -> None:
+            self.span(target + size - 1, 1)[0] ^= 1
+
+        if size > 1000:
+            self.streams[stream].append(work)
+
+
+def test_what_is_proven_is_what_arrived(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Forgetful()
+    monkeypatch.setattr("graphpack.restore.backend", lambda _: CudaBackend(lambda: made))
+    error = refusal(archive, WeightsMismatchError, verify=True)
+    recorded = {row["name"]: row["digest"] for row in read_record(archive)["weights"]["tensors"]}
+    assert error.problems
+    assert all(problem.archived == recorded[problem.where][:12] for problem in error.problems)
+    assert made.held() == {}
+
+
+def test_weights_that_change_on_their_way_are_refused(
+    archive: Path, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though what arrived was what is recorded."""
+    changed = [Problem("model.safetensors", "", "mtime became another")]
+    monkeypatch.setattr(WeightSource, "changed", lambda _: changed if driver.calls["launch_kernel"] else [])
+    error = refusal(archive, WeightsMismatchError, verify=True)
+    assert str(error).startswith("the weights changed while being read")
+    assert driver.held() == {}
+
+
+def test_a_weight_in_memory_of_the_caller_is_read_to_be_hashed(
+    archive: Path, driver: FakeDriver, read: list[int]
+) -> None:
+    layout = read_record(archive)["layout"]
+    weights = [region for region in layout["regions"] if region["kind"] == "weight"]
+    region = max(weights, key=lambda region: region["bytes"])
+    address = driver.hold(0x7E00_0000_0000 + (layout["base"] + region["offset"]) % 256, region["bytes"])
+    stored = {row["name"]: row["digest"] for row in read_record(archive)["weights"]["tensors"]}
+    with loaded(archive, bind={region["name"]: address}) as model:
+        source = model._memory._weights
+        with memoryview(source.view(region["name"])) as content:
+            driver.write(address, bytes(content))
+    read.clear()
+    with loaded(archive, bind={region["name"]: address}, verify=True) as model:
+        assert model.result.weights_mode == "uploaded, then hashed on the device"
+        assert sum(read) == model.result.weights_bytes
+    index = list(stored).index(region["name"])
+    reseal(archive, f"weights.tensors.{index}.digest", "0" * 64)
+    seal_weights(archive)
+    error = refusal(archive, WeightsMismatchError, bind={region["name"]: address}, verify=True)
+    assert [problem.where for problem in error.problems] == [region["name"]]
 
 
 def test_two_entries_in_one_process(archive: Path, driver: FakeDriver) -> None:
@@ -229,10 +348,7 @@ def test_a_record_that_is_wrong(
 
 def test_wrong_weights_are_reported_before_a_wrong_layout(archive: Path, driver: FakeDriver) -> None:
     reseal(archive, "weights.tensors.0.digest", "0" * 64)
-    rows = [
-        [row[key] for key in ("name", "dtype", "shape", "digest")] for row in read_record(archive)["weights"]["tensors"]
-    ]
-    reseal(archive, "weights.root", identity(2, sorted(rows)))
+    seal_weights(archive)
     reseal(archive, "layout.granularity", 4096)
     seal_fingerprint(archive)
     assert refusal(archive, LayoutMismatchError).code == 8

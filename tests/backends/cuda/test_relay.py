@@ -12,6 +12,7 @@ import pytest
 from graphpack.backends.cuda import relay
 from graphpack.backends.cuda.host import HostBuffer, HostPages
 from graphpack.backends.cuda.relay import Relay, relay_buffers
+from graphpack.backends.cuda.upload import Copy, plan_upload
 from graphpack.errors import StorageError
 from graphpack.graph import Region, TensorSpec
 from graphpack.identity.weights import hash_weights
@@ -51,9 +52,10 @@ def buffer_of(driver: FakeDriver, size: int) -> Future[HostBuffer]:
     return future
 
 
-def regions(**dtypes: str) -> list[Region]:
+def copies(source: WeightSource, **dtypes: str) -> tuple[Copy, ...]:
     specs = {name: TensorSpec(name=name, dtype=dtypes.get(name, "uint8"), shape=(8,)) for name in ADDRESSES}
-    return [Region.dense("weight", spec) for spec in specs.values()]
+    regions = [Region.dense("weight", spec) for spec in specs.values()]
+    return plan_upload(regions, ADDRESSES, source).copies
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -62,7 +64,7 @@ def test_what_arrives_is_what_was_hashed(
     driver: FakeDriver, source: WeightSource, threads: int, made: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relay, "hashing_threads", lambda: threads)
-    made_relay = Relay(driver, 1, regions(), ADDRESSES, source, buffer_of(driver, relay_buffers()) if made else None)
+    made_relay = Relay(driver, 1, copies(source), buffer_of(driver, relay_buffers()) if made else None)
     found = hash_weights(source, threads=threads, carriers=made_relay.carrier)
     assert found == hash_weights(source)
     for name, address in ADDRESSES.items():
@@ -81,7 +83,7 @@ def test_what_arrives_is_what_was_hashed(
 
 def test_a_tensor_of_another_dtype_is_hashed_and_stays(driver: FakeDriver, source: WeightSource) -> None:
     before = driver.read(ADDRESSES["d"], MIB)
-    made = Relay(driver, 1, regions(d="int8"), ADDRESSES, source, None)
+    made = Relay(driver, 1, copies(source, d="int8"), None)
     assert hash_weights(source, carriers=made.carrier) == hash_weights(source)
     made.close()
     assert driver.read(ADDRESSES["d"], MIB) == before
@@ -95,7 +97,7 @@ def test_a_file_that_cannot_be_read_leaves_nothing(
         raise StorageError("cannot read: Input/output error")
 
     monkeypatch.setattr(source, "read_into", fails)
-    made = Relay(driver, 1, regions(), ADDRESSES, source, buffer_of(driver, relay_buffers()))
+    made = Relay(driver, 1, copies(source), buffer_of(driver, relay_buffers()))
     with pytest.raises(StorageError):
         hash_weights(source, carriers=made.carrier)
     made.close()

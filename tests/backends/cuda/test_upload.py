@@ -161,7 +161,7 @@ def test_in_another_dtype(driver: FakeDriver) -> None:
 def test_a_tied_tensor_is_read_under_either_name(source: WeightSource) -> None:
     plan = plan_upload([weight("tied", SIZES["b"])], {"tied": 1 << 40}, source)
     stored = source.tensors["b"]
-    assert plan.copies == (Copy(stored.file, stored.offset, stored.bytes, 1 << 40),)
+    assert plan.copies == (Copy(stored.file, stored.offset, stored.bytes, 1 << 40, "b"),)
 
 
 def test_only_weights_are_planned(source: WeightSource) -> None:
@@ -172,7 +172,7 @@ def test_only_weights_are_planned(source: WeightSource) -> None:
 
 
 def test_pieces_cover_every_byte_once() -> None:
-    copies = [Copy(0, 100, 9000, 1_000_000), Copy(0, 9110, 5, 2_000_000), Copy(1, 4096, 4096, 3_000_000)]
+    copies = [Copy(0, 100, 9000, 1_000_000, "a"), Copy(0, 9110, 5, 2_000_000, "b"), Copy(1, 4096, 4096, 3_000_000, "c")]
     assert list(pieces(copies, 4096)) == [
         (0, 100, 3996, [(1_000_000, 0, 3996)]),
         (0, 4096, 4096, [(1_003_996, 0, 4096)]),
