@@ -43,8 +43,9 @@ ORDER = """
     backends.cuda.structs backends.cuda.libcuda backends.cuda.driver backends.cuda.device
     backends.cuda.attributes backends.cuda.columns_check backends.cuda.columns backends.cuda.builder
     backends.cuda.host backends.cuda.host_weights backends.cuda.heap backends.cuda.images backends.cuda.spans
+    backends.cuda.leaf_hash
     backends.cuda.bindings backends.cuda.graphs_check backends.cuda.placement
-    backends.cuda.arena backends.cuda.leaf_hash
+    backends.cuda.arena
     backends.cuda.rebuild backends.cuda.ring backends.cuda.upload backends.cuda.relay
     backends.cuda.device_memory backends.cuda.executable
     backends.cuda.session backends.cuda.restore

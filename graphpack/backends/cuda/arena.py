@@ -48,7 +48,7 @@ class Arena:
         """Raise StorageError if the device has too little memory, when `freed` more bytes are free."""
         free, total = self._driver.memory_info()
         if self._needed > free + freed:
-            raise too_little(self._needed, f"{(free + freed) // _MIB} MiB free of {total // _MIB} MiB")
+            raise _too_little(self._needed, f"{(free + freed) // _MIB} MiB free of {total // _MIB} MiB")
 
     def _reserve(self, layout: Layout, placement: Placement) -> int:
         base = self._driver.reserve(placement.bytes, layout.base)
@@ -98,7 +98,7 @@ class Arena:
         except CudaError as error:
             if error.status != OUT_OF_MEMORY:
                 raise
-            raise too_little(self._needed, error.name) from error
+            raise _too_little(self._needed, error.name) from error
 
     def unmap(self, spare: Spare | None = None) -> None:
         """Give the memory back, or to `spare`, and keep the addresses. Nothing may use it until `map`."""
@@ -124,8 +124,7 @@ def chunks(parts: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
             yield offset + start, min(CHUNK, size - start)
 
 
-def too_little(needed: int, here: str) -> StorageError:
-    """What to raise where `needed` bytes of a device cannot be had."""
+def _too_little(needed: int, here: str) -> StorageError:
     hint = "free memory of the device, or save again with fewer or smaller buckets"
     return StorageError(
         "the device has too little free memory", [Problem("device memory", f"needs {needed // _MIB} MiB", here, hint)]

@@ -17,8 +17,10 @@ from graphpack.backends.cuda.driver import Driver
 from graphpack.backends.cuda.host import HostBuffer, address_of
 from graphpack.backends.cuda.host_weights import HostWeights
 from graphpack.backends.cuda.leaf_hash import ALIGNMENT, leaf_code, leaf_digests
+from graphpack.backends.cuda.libcuda import CudaError
 from graphpack.backends.cuda.placement import Placement
 from graphpack.backends.cuda.relay import Relay
+from graphpack.backends.cuda.structs import OUT_OF_MEMORY
 from graphpack.backends.cuda.upload import Upload, plan_upload
 from graphpack.backends.spare import Spare
 from graphpack.dtypes import DTYPES
@@ -118,8 +120,15 @@ class CudaMemory:
         self._upload.wait()
         self._driver.set_context(self._context)
         parts = [(copy.target, copy.size) for copy in self._hashed]
+        try:
+            digests = leaf_digests(self._driver, self._ordinal, self.stream, self._code, parts)
+        except CudaError as error:
+            if error.status != OUT_OF_MEMORY:
+                raise
+            # What fits by itself is loaded: without room for the table, weights are read again.
+            self._hashed = ()
+            return {}
         found: dict[str, bytes] = {}
-        digests = leaf_digests(self._driver, self._ordinal, self.stream, self._code, parts)
         for copy, leaves in zip(self._hashed, digests, strict=True):
             if found.setdefault(copy.tensor, leaves) != leaves:
                 # Of two copies of a tensor, only one can be what was recorded: no digest says so.

@@ -13,11 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from graphpack.backends.cuda.arena import too_little
 from graphpack.backends.cuda.driver import Driver
 from graphpack.backends.cuda.host import address_of
-from graphpack.backends.cuda.libcuda import CudaError
-from graphpack.backends.cuda.structs import CAPABILITY_MAJOR, CAPABILITY_MINOR, OUT_OF_MEMORY
+from graphpack.backends.cuda.structs import CAPABILITY_MAJOR, CAPABILITY_MINOR
 from graphpack.identity.weights import LEAF_BYTES
 
 KERNEL = "graphpack_leaf_hash"
@@ -49,7 +47,7 @@ def leaf_digests(
     """The digests of the leaves of each part, one behind the other. Parts are (address, bytes), aligned to `ALIGNMENT`.
 
     The `stream` should be the one that graphs will run on: from the eighth kernel that a process launches on another,
-    replays are slower for good. Raises CudaError, and StorageError if the device has too little memory.
+    replays are slower for good. Raises CudaError, of status `OUT_OF_MEMORY` where there is no room for the table.
     """
     leaves = _leaves(parts)
     words = np.empty((len(leaves), _WORDS), "<u4")
@@ -91,12 +89,7 @@ def _memory(driver: Driver, device: int, size: int) -> Iterator[int]:
     with ExitStack() as undo:
         address = driver.reserve(size)
         undo.callback(driver.free_addresses, address, size)
-        try:
-            handle = driver.create_memory(size, device)
-        except CudaError as error:
-            if error.status != OUT_OF_MEMORY:
-                raise
-            raise too_little(size, error.name) from error
+        handle = driver.create_memory(size, device)
         undo.callback(driver.release_memory, handle)
         driver.map_memory(address, size, handle)
         undo.callback(driver.unmap_memory, address, size)

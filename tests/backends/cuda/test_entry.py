@@ -214,6 +214,19 @@ def test_weights_are_hashed_on_their_way_where_the_device_cannot(
     assert driver.held() == {}
 
 
+def test_where_an_entry_just_fits_its_weights_are_read_again(
+    archive: Path, driver: FakeDriver, read: list[int]
+) -> None:
+    with loaded(archive):
+        needed = driver.total - driver.free
+    read.clear()
+    driver.free = driver.total = needed
+    with loaded(archive, verify=True) as model:
+        assert model.result.weights_mode == "uploaded"
+        assert sum(read) == 2 * model.result.weights_bytes
+    assert driver.held() == {}
+
+
 def seal_weights(archive: Path) -> None:
     rows = [
         [row[key] for key in ("name", "dtype", "shape", "digest")] for row in read_record(archive)["weights"]["tensors"]
