@@ -14,6 +14,7 @@
 # throughput       decoded tokens a second beside eager and torch.compile (after bench compile)
 # gap              which acts of a process slow its later replays down (after bench quick)
 # upload MODEL     how fast weights reach the device, in each way
+# hash             the kernel that hashes weights: its digests beside hashlib's, and its GB/s
 # real             SmolLM2 with its real weights against transformers; see scripts/gpu/real.py for how they travel
 # bench MODEL      save, restore and measure a big model: 0.6b, 1b, 8b, compile for 0.6b compiled, quick for four buckets
 # kept MODEL       the same with the archive that an earlier run left in $GPU_WORK, without what needs torch
@@ -75,6 +76,7 @@ while [ "$#" -gt 0 ]; do
             ;;
         throughput) stage throughput 300 "$PYTHON" scripts/gpu/throughput.py ;;
         gap) stage gap 240 "$PYTHON" scripts/gpu/gap.py ;;
+        hash) stage hash 60 "$PYTHON" scripts/gpu/leaf_hash.py ;;
         upload)
             stage "upload $2" 240 "$PYTHON" scripts/gpu/upload.py "$2"
             shift
