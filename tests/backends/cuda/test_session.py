@@ -14,7 +14,9 @@ from graphpack.archive.oci import blob_file
 from graphpack.archive.record import CudaEnvironment, Environment, Graph, Record, TorchBuild
 from graphpack.backends.cuda import columns as c
 from graphpack.backends.cuda.libcuda import CudaError
+from graphpack.backends.cuda.relay import relay_buffers
 from graphpack.backends.cuda.restore import CudaBackend, CudaSession
+from graphpack.backends.cuda.upload import upload_buffers
 from graphpack.errors import CorruptArchiveError, EnvironmentMismatchError, LayoutMismatchError
 from graphpack.graph import Bucket, TensorSpec
 from graphpack.models.weights import WeightSource
@@ -160,6 +162,13 @@ def test_twenty_rounds_leave_nothing_behind(driver: FakeDriver) -> None:
         memory.close()
     assert driver.held() == {}
     assert driver.free == driver.total
+
+
+def test_a_verified_load_has_buffers_for_either_way(session: CudaSession) -> None:
+    """Before the device is known, and with it whether it can hash."""
+    session.begin(record(), request(verify=True))
+    assert session._buffer is not None
+    assert len(session._buffer.result()) >= max(relay_buffers(), upload_buffers(record().weights.bytes))
 
 
 def test_two_entries_at_once(driver: FakeDriver) -> None:
