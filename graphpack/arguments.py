@@ -12,6 +12,7 @@ from typing import Any
 
 from graphpack.errors import Problem, UsageError
 from graphpack.schema import shown
+from graphpack.words import DEVICE_WORDS, is_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +77,8 @@ def check_arguments(error: type[UsageError] = UsageError, /, **given: tuple[Any,
     ]
     if problems:
         raise error("an argument is of another kind than the call takes", problems)
+
+
+def device_problems(device: str) -> list[Problem]:
+    """Why a text names no device."""
+    return [] if is_device(device) else [Problem("device", here=shown(device), hint=f"one of {DEVICE_WORDS}")]

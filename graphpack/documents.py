@@ -14,15 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphpack.errors import GraphpackError
-from graphpack.results import (
-    BenchRow,
-    Collected,
-    LoadedEntry,
-    Removed,
-    SaveResult,
-    SignedEntry,
-    VerifiedEntry,
-)
+from graphpack.results.load import LoadedEntry
+from graphpack.results.maintain import Collected, Removed
+from graphpack.results.replay import BenchRow
+from graphpack.results.save import SaveResult
+from graphpack.results.sign import SignedEntry
+from graphpack.results.verify import VerifiedEntry
 from graphpack.schema import to_plain
 from graphpack.texts import Generated
 

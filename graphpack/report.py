@@ -12,17 +12,12 @@ from typing import Any
 
 from graphpack.documents import Document
 from graphpack.errors import GraphpackError
-from graphpack.results import (
-    BenchRow,
-    Collected,
-    CollectedFile,
-    LoadedEntry,
-    Removed,
-    Rung,
-    SaveResult,
-    SignedEntry,
-    VerifiedEntry,
-)
+from graphpack.results.load import LoadedEntry, Rung
+from graphpack.results.maintain import Collected, CollectedFile, Removed
+from graphpack.results.replay import BenchRow
+from graphpack.results.save import SaveResult
+from graphpack.results.sign import SignedEntry
+from graphpack.results.verify import VerifiedEntry
 
 WIDEST_PADDING = 60
 

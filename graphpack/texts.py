@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from graphpack.results import Stats
+from graphpack.results.replay import Stats
 
 Finish = Literal["eos", "max_tokens", "seq_len"]
 """Why a text ended: by a token that ends texts, with as many tokens as were asked for, or with no position left."""

@@ -20,8 +20,9 @@ LONGEST_MODULE = 400
 # A module imports only what stands before it.
 ORDER = """
     errors elf words process jobs logs
-    split_operations schema suggestion arguments dtypes torch_arrays graph results texts stages convert home
-    interpreter
+    split_operations schema suggestion arguments dtypes torch_arrays graph
+    results results.observer results.replay results.sign results.load results.verify results.maintain results.save
+    texts stages convert home interpreter
     configuration configuration.yaml_file configuration.keys configuration.reader configuration.environment
     configuration.config
     archive archive.glance archive.record archive.piecewise archive.codec archive.limits archive.oci archive.owner

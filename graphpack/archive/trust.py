@@ -14,7 +14,7 @@ from graphpack.archive.reading import Entry, Reader
 from graphpack.archive.record import FormatVersion
 from graphpack.archive.signature import Signed, Statement, time_text
 from graphpack.errors import Problem, UntrustedError
-from graphpack.results import SignatureRow
+from graphpack.results.sign import SignatureRow
 
 FINGERPRINT_SHOWN = 16
 

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from graphpack.identity.weights import Carrier
     from graphpack.models.registry import ResolvedModel
     from graphpack.models.weights import WeightSource
-    from graphpack.results import LoadRequest, SaveRequest
+    from graphpack.results.load import LoadRequest
+    from graphpack.results.save import SaveRequest
 
 BACKENDS = ("cpu", "cuda")
 

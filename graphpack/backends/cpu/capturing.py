@@ -15,7 +15,7 @@ from graphpack.identity.layout import make_layout
 from graphpack.models.registry import ResolvedModel
 from graphpack.models.weights import WeightSource
 from graphpack.regions import CAPTURE_VERSION, expected_regions, stored_specs
-from graphpack.results import SaveRequest
+from graphpack.results.save import SaveRequest
 
 
 def make(request: SaveRequest) -> CpuCapturing:

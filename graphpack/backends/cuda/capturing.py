@@ -13,7 +13,7 @@ from graphpack.identity.digests import settings_digest
 from graphpack.identity.environment import CudaDevice, CudaSoftware, Host, read_cuda_software, read_host
 from graphpack.models.registry import ResolvedModel
 from graphpack.models.weights import WeightSource
-from graphpack.results import SaveRequest
+from graphpack.results.save import SaveRequest
 
 
 def make(request: SaveRequest) -> CudaCapturing:
