@@ -14,7 +14,7 @@ from graphpack.archive.record import (
     Weights,
 )
 from graphpack.archive.store import Archive, Entry
-from graphpack.backends import CapturedEntry, capturing
+from graphpack.backends.capturing import CapturedEntry, capturing
 from graphpack.configuration.config import find_config
 from graphpack.entry import WrittenEntry, write_entry
 from graphpack.errors import (

@@ -15,7 +15,7 @@ from typing import Any
 
 from graphpack import logs
 from graphpack.archive.store import Archive, Entry
-from graphpack.backends import expected
+from graphpack.backends.capturing import expected
 from graphpack.configuration.config import Config, save_options
 from graphpack.errors import (
     CorruptArchiveError,

@@ -35,7 +35,7 @@ ORDER = """
     models.checkpoint models.presets models.operations models.experts models.decoder
     models.factory models.registry models.locate models.tokenizer
     regions tensor golden backends lockstep modes splitting
-    backends.inductor_cache
+    backends.capturing backends.inductor_cache
     backends.cpu.policy backends.cpu.memory backends.cpu.runtime backends.cpu.stitched backends.cpu.restore
     backends.cpu
     backends.cpu.export backends.cpu.compile backends.cpu.capture backends.cpu.pieces backends.cpu.agree

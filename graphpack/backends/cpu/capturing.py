@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from graphpack.archive.piecewise import PiecewiseSettings
 from graphpack.archive.record import Environment, Settings, Weights
-from graphpack.backends import Captured, CapturedEntry, CapturedGraph, CapturedPieces
+from graphpack.backends.capturing import Captured, CapturedEntry, CapturedGraph, CapturedPieces
 from graphpack.errors import EnvironmentMismatchError, Problem, UsageError
 from graphpack.graph import Bucket
 from graphpack.identity.cpu_isa import CPU_ISA, CpuIsa, best_isa
@@ -26,7 +26,7 @@ def make(request: SaveRequest) -> CpuCapturing:
 
 
 def expected(request: SaveRequest) -> tuple[Environment, str | None]:
-    """See `graphpack.backends.expected`."""
+    """See `graphpack.backends.capturing.expected`."""
     made = make(request)
     return made.environment(made.host()), made.cpu_isa
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from graphpack.archive.piecewise import PiecewiseSettings
 from graphpack.archive.record import CudaEnvironment, Environment, Settings, Weights
-from graphpack.backends import Captured, CapturedEntry
+from graphpack.backends.capturing import Captured, CapturedEntry
 from graphpack.backends.cuda.listener import listener
 from graphpack.errors import EnvironmentMismatchError, Problem, UsageError
 from graphpack.identity.digests import settings_digest
@@ -22,7 +22,7 @@ def make(request: SaveRequest) -> CudaCapturing:
 
 
 def expected(request: SaveRequest) -> tuple[Environment, str | None]:
-    """See `graphpack.backends.expected`: what torch would tell, as far as its packages do."""
+    """See `graphpack.backends.capturing.expected`: what torch would tell, as far as its packages do."""
     from graphpack.backends.cuda.device import read_device
 
     _refuse_piecewise(request)
