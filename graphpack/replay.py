@@ -25,8 +25,8 @@ from graphpack.errors import (
     WeightsMismatchError,
 )
 from graphpack.fallback import Fallback
-from graphpack.golden import Golden, is_decode
-from graphpack.graph import Bucket, TensorSpec
+from graphpack.golden import Golden
+from graphpack.graph import Bucket, TensorSpec, is_decode
 from graphpack.inputs import arrays_of, check_inputs, length_of, row_count, with_rows
 from graphpack.models.locate import Located
 from graphpack.prefill import Prefill

@@ -29,8 +29,8 @@ ORDER = """
     archive.files archive.lock archive.looks archive.finding archive.check archive.permissions archive.keys
     archive.signature archive.reading archive.ahead archive.store archive.collect archive.trust archive.remembered
     archive.validate
-    identity identity.environment identity.cpu_isa identity.digests identity.weights identity.layout identity.compat
-    identity.agreement
+    identity identity.symbol_versions identity.environment identity.cuda_software identity.cpu_isa identity.digests
+    identity.weights identity.layout identity.compat identity.agreement
     models models.step models.safetensors models.seeded models.weights models.blocks models.architecture models.specs
     models.checkpoint models.presets models.operations models.experts models.decoder
     models.factory models.registry models.locate models.tokenizer

@@ -9,8 +9,9 @@ from graphpack.archive.record import CudaEnvironment, Environment, Settings, Wei
 from graphpack.backends.capturing import Captured, CapturedEntry
 from graphpack.backends.cuda.listener import listener
 from graphpack.errors import EnvironmentMismatchError, Problem, UsageError
+from graphpack.identity.cuda_software import CudaSoftware, read_cuda_software
 from graphpack.identity.digests import settings_digest
-from graphpack.identity.environment import CudaDevice, CudaSoftware, Host, read_cuda_software, read_host
+from graphpack.identity.environment import CudaDevice, Host, read_host
 from graphpack.models.registry import ResolvedModel
 from graphpack.models.weights import WeightSource
 from graphpack.results.save import SaveRequest

@@ -59,6 +59,8 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """Everything that goes from a checkpoint to a device."""
+
     copies: tuple[Copy, ...]
     conversions: tuple[Conversion, ...]
 
