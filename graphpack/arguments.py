@@ -6,17 +6,15 @@ import math
 import operator
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphpack.errors import Problem, UsageError
 from graphpack.schema import shown
 from graphpack.words import DEVICE_WORDS, is_device
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(NamedTuple):
     """What an argument may be, in words, and whether a value is that."""
 
     words: str

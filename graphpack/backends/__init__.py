@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from graphpack.archive.glance import CUDA_GRAPH_TYPE
 from graphpack.errors import EnvironmentMismatchError, Problem, WeightsMismatchError
@@ -36,8 +36,7 @@ KEEPS = ("host", "disk")
 """Where the weights of a sleeping model are: in memory of the host, or in the checkpoint that they are read from."""
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
+class Room(NamedTuple):
     """What an entry takes of a device while it is awake: `bytes` of memory."""
 
     device: str
