@@ -25,7 +25,8 @@ ORDER = """
     texts stages convert home interpreter
     configuration configuration.yaml_file configuration.keys configuration.reader configuration.environment
     configuration.config
-    archive archive.glance archive.record archive.piecewise archive.codec archive.limits archive.oci archive.owner
+    archive archive.glance archive.record archive.piecewise archive.codec archive.compression archive.limits archive.oci
+    archive.owner
     archive.files archive.lock archive.looks archive.finding archive.check archive.permissions archive.keys
     archive.signature archive.reading archive.ahead archive.store archive.collect archive.trust archive.remembered
     archive.validate
@@ -34,7 +35,7 @@ ORDER = """
     models models.step models.safetensors models.seeded models.weights models.blocks models.architecture models.specs
     models.checkpoint models.presets models.operations models.experts models.decoder
     models.factory models.registry models.locate models.tokenizer
-    regions tensor golden backends lockstep modes splitting
+    regions tensor golden backends backends.spare lockstep modes splitting
     backends.capturing backends.inductor_cache
     backends.cpu.policy backends.cpu.memory backends.cpu.runtime backends.cpu.stitched backends.cpu.restore
     backends.cpu

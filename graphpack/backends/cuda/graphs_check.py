@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from graphpack.archive.codec import ColumnsReader
 from graphpack.archive.oci import blob_file
 from graphpack.archive.record import Record
 from graphpack.backends.cuda.bindings import check_bindings
@@ -30,8 +31,9 @@ def check_graphs(record: Record, blobs: Mapping[str, bytes]) -> CheckedGraphs:
     problems: list[Problem] = []
     found: dict[Bucket, GraphColumns] = {}
     pairs: list[tuple[str, str]] = []
+    reader = ColumnsReader()
     for position, graph in enumerate(record.graphs):
-        columns = decode(blobs[graph.object], blob_file(graph.object), record.layout.regions)
+        columns = decode(blobs[graph.object], blob_file(graph.object), record.layout.regions, reader)
         problems += _check_graph(record, position, columns)
         pairs += zip(columns.names.images, graph.images, strict=False)
         found[graph.bucket] = columns
