@@ -14,7 +14,7 @@ from graphpack.archive.record import (
     Weights,
 )
 from graphpack.archive.store import Archive, Entry
-from graphpack.backends import CapturedEntry, capturing
+from graphpack.backends.capturing import CapturedEntry, capturing
 from graphpack.configuration.config import find_config
 from graphpack.entry import WrittenEntry, write_entry
 from graphpack.errors import (
@@ -32,7 +32,8 @@ from graphpack.identity.weights import hash_weights
 from graphpack.models.registry import resolve
 from graphpack.models.weights import WeightSource
 from graphpack.proof import prove
-from graphpack.results import GraphRow, Observer, PiecesRow, SaveRequest, SaveResult, SilentObserver
+from graphpack.results.observer import Observer, SilentObserver
+from graphpack.results.save import GraphRow, PiecesRow, SaveRequest, SaveResult
 from graphpack.stages import Stages
 
 _MOST_ZEROED = 8

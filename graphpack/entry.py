@@ -21,7 +21,7 @@ from graphpack.archive.record import (
     Record,
 )
 from graphpack.archive.store import Archive, EntryRef
-from graphpack.backends import CapturedEntry, CapturedPieces
+from graphpack.backends.capturing import CapturedEntry, CapturedPieces
 from graphpack.freshness import Wanted
 from graphpack.identity.environment import Host
 from graphpack.models.locate import SOURCE_PATH

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from graphpack.archive.reading import Entry, Reader
     from graphpack.replay import RestoredModel
     from graphpack.restore import MakeRoom
-    from graphpack.results import LoadedEntry, LoadRequest, Observer
+    from graphpack.results.load import LoadedEntry, LoadRequest
+    from graphpack.results.observer import Observer
 
 
 @contextmanager
@@ -128,7 +129,7 @@ def _restored(
         for first in ahead:
             held.callback(first.close)
         from graphpack.restore import restore_entry
-        from graphpack.results import SilentObserver
+        from graphpack.results.observer import SilentObserver
 
         told = observer or SilentObserver()
         models = []

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from graphpack.capture import save
-from graphpack.results import SaveRequest
+from graphpack.results.save import SaveRequest
 
 ARCHIVES = Path(__file__).parents[1] / "tests" / "archives"
 MADE: dict[str, dict[str, Any]] = {
