@@ -4,19 +4,23 @@ starts first, at a glance at the archive, and in a thread of its own.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from graphpack.archive.glance import mentions
 from graphpack.backends import BLOB_TYPES, hold
-from graphpack.errors import NotFoundError, Problem, UsageError
+from graphpack.errors import CorruptArchiveError, EnvironmentMismatchError, NotFoundError, Problem, UsageError
 from graphpack.interpreter import collector_paused
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from graphpack.archive.store import Archive, Entry
+    from graphpack.configuration.config import Config
+    from graphpack.ranks import Company
     from graphpack.replay import RestoredModel
     from graphpack.restore import MakeRoom
     from graphpack.results import LoadedEntry, LoadRequest, Observer
@@ -26,9 +30,11 @@ if TYPE_CHECKING:
 def begun(archive: Path, device: str | None) -> Iterator[None]:
     """What a load begins with, before even its request can be made: the device that this archive seems to need starts
     in a thread."""
+    # Each of several ranks has a device of its own, and which one is known once the entry is.
+    alone = os.environ.get("WORLD_SIZE", "") in ("", "1")
     with collector_paused(), ExitStack() as held:
         for backend, blob_type in BLOB_TYPES.items():
-            if mentions(archive, blob_type):
+            if alone and mentions(archive, blob_type):
                 held.enter_context(hold(device or backend))
         yield
 
@@ -65,13 +71,59 @@ def _open(request: LoadRequest) -> tuple[Archive, Sequence[Entry]]:
 
     check_allowed(request.allow)
     archive = Archive.open(request.archive)
-    entries = _complete(archive, request) if request.complete else archive.find(request.names or None)
+    entries = _of_this_rank(_complete(archive, request) if request.complete else archive.find(request.names or None))
     names = [entry.record.entry.name for entry in entries]
     stray = [name for name in request.weights if name is not None and name not in names]
     if stray:
         problems = [Problem(f"--weights {name}=...", ", ".join(names), "not an entry being loaded") for name in stray]
         raise UsageError("--weights names an entry that is not being loaded", problems)
     return archive, entries
+
+
+def _of_this_rank(entries: Sequence[Entry]) -> list[Entry]:
+    """Of a model of several ranks the entry of this process's own.
+
+    Raises CorruptArchiveError unless the entries of all ranks are there and alike, and EnvironmentMismatchError in
+    another number of processes than they are for.
+    """
+    mine = [entry for entry in entries if entry.part is None]
+    named: dict[str, list[Entry]] = {}
+    for entry in entries:
+        if entry.part is not None:
+            named.setdefault(entry.name, []).append(entry)
+    if not named:
+        return mine
+    from graphpack.archive.ranks import WHOLE, check_group
+    from graphpack.ranks import TORCHRUN, place_of
+
+    place = place_of(os.environ)
+    here = place.part if place else WHOLE
+    for name, parts in named.items():
+        problems = check_group([entry.record for entry in parts])
+        if problems:
+            raise CorruptArchiveError(f"the entries of '{name}' are not those of all ranks of one save", problems)
+        size = len(parts)
+        if size != here.world_size:
+            hint = TORCHRUN.format(size=size)
+            problem = Problem("extensions.ranks.world_size", str(size), f"{here.world_size} processes", hint)
+            raise EnvironmentMismatchError(f"entry '{name}' is for {size} ranks", [problem])
+        mine.append(parts[here.rank])
+    return [entry for entry in entries if entry in mine]
+
+
+def _company(request: LoadRequest, entry: Entry, config: Config) -> tuple[LoadRequest, Company | None]:
+    """The ranks that load beside this one, if the entry is one of several, and what this one is asked for."""
+    if entry.part is None:
+        return request, None
+    from graphpack.group import join
+    from graphpack.ranks import place_of
+
+    place = place_of(os.environ)
+    if place is None:
+        raise RuntimeError(f"{entry.part} in a process that is alone")
+    backend = entry.record.entry.backend
+    asked = request.device or config.device_of(entry.name) or backend
+    return replace(request, device=place.device(asked)), join(place, backend)
 
 
 def _complete(archive: Archive, request: LoadRequest) -> Sequence[Entry]:
@@ -88,7 +140,7 @@ def _complete(archive: Archive, request: LoadRequest) -> Sequence[Entry]:
     refusal = completeness.refusal(str(archive.path), config, names, records, request.device)
     if refusal is not None:
         raise refusal
-    return [held[name] for name in names]
+    return archive.find(names)
 
 
 def _held(archive: Archive, names: Sequence[str]) -> dict[str, Entry]:
@@ -117,7 +169,8 @@ def _restored(
     config = find_config(request.config)
     policy = find_policy(request.trusted_keys, request.require_signature)
     parts = [entry.record.entry for entry in entries]
-    devices = {request.device or config.device_of(part.name) or part.backend for part in parts}
+    alone = [part for part, entry in zip(parts, entries, strict=True) if entry.part is None]
+    devices = {request.device or config.device_of(part.name) or part.backend for part in alone}
     with ExitStack() as held, ExitStack() as opened:
         for device in sorted(devices):
             held.enter_context(hold(device))
@@ -128,7 +181,8 @@ def _restored(
         models = []
         for entry in entries:
             with logs.about(entry.name):
-                model = restore_entry(archive, entry, request, config, policy, told, make_room)
+                asked, ranks = _company(request, entry, config)
+                model = restore_entry(archive, entry, asked, config, policy, told, make_room, ranks)
                 models.append(opened.enter_context(model))
         opened.pop_all()
     for model in models:

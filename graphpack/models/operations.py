@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from graphpack.errors import Problem, RankLostError
 from graphpack.split_operations import SPLIT_OPERATIONS
 
 
@@ -126,6 +127,27 @@ def _(hidden: Tensor, *_others: Any) -> Tensor:
     return torch.empty_like(hidden)
 
 
+@torch.library.custom_op(SPLIT_OPERATIONS["all_reduce"].qualified, mutates_args=(), schema="(Tensor partial) -> Tensor")
+def all_reduce(partial: Tensor) -> Tensor:
+    """The sum of what all ranks give, the same bits on each: `partial` of any shape -> the same shape.
+
+    Every rank of torch's default process group must come here. Raises RankLostError if one is gone.
+    """
+    total = partial.clone(memory_format=torch.contiguous_format)
+    try:
+        torch.distributed.all_reduce(total)
+    except (RuntimeError, ValueError) as error:  # ValueError: this process is in no group any more
+        raise RankLostError(
+            "the ranks could not add up what they have", [Problem("all_reduce", "", str(error))]
+        ) from error
+    return total
+
+
+@all_reduce.register_fake
+def _(partial: Tensor) -> Tensor:
+    return torch.empty_like(partial, memory_format=torch.contiguous_format)
+
+
 def run(
     name: str,
     inputs: Sequence[Tensor],
@@ -139,6 +161,9 @@ def run(
         if name == "slot_attention":
             attended: Tensor = slot_attention(*inputs, *state, *numbers)
             return attended
+        if name == "all_reduce":
+            total: Tensor = all_reduce(*inputs)
+            return total
         each = len(bindings) // 3
         kinds = bindings[:each], bindings[each : 2 * each], bindings[2 * each :]
         routed: Tensor = route_experts(*inputs, *kinds, *numbers)
