@@ -23,15 +23,15 @@ ORDER = """
     split_operations schema arguments dtypes graph results texts stages convert home interpreter
     configuration configuration.yaml_file configuration.keys configuration.reader configuration.environment
     configuration.config
-    archive archive.glance archive.record archive.piecewise archive.codec archive.limits archive.oci archive.owner
-    archive.files archive.lock archive.looks archive.finding archive.check archive.permissions archive.keys
+    archive archive.glance archive.record archive.piecewise archive.ranks archive.codec archive.limits archive.oci
+    archive.owner archive.files archive.lock archive.looks archive.finding archive.check archive.permissions archive.keys
     archive.signature archive.reading archive.store archive.collect archive.trust archive.remembered archive.validate
     identity identity.environment identity.cpu_isa identity.digests identity.weights identity.layout identity.compat
     identity.agreement
     models models.step models.safetensors models.seeded models.weights models.blocks models.architecture models.specs
-    models.checkpoint models.presets models.operations models.experts models.decoder
+    models.sharding models.checkpoint models.presets models.operations models.experts models.decoder models.ranked
     models.factory models.registry models.locate models.tokenizer
-    regions tensor golden backends lockstep modes splitting
+    ranks group regions tensor golden backends lockstep modes splitting
     backends.inductor_cache
     backends.cpu.policy backends.cpu.memory backends.cpu.runtime backends.cpu.stitched backends.cpu.restore
     backends.cpu
@@ -61,13 +61,15 @@ ORDER = """
     __main__
 """.split()  # noqa: SIM905 - rows are read more easily than seventy lines
 
-# The way of `save`, of steps that no graph was captured for, and of what runs between pieces. All other modules know
-# torch neither at their top nor in their functions.
+# The way of `save`, of steps that no graph was captured for, of what runs between pieces, and of ranks. All other
+# modules know torch neither at their top nor in their functions.
 MAY_USE_TORCH = {
     "models.operations",
     "models.experts",
     "models.decoder",
+    "models.ranked",
     "models.factory",
+    "group",
     "lockstep",
     "modes",
     "splitting",
@@ -91,10 +93,13 @@ MAY_USE_TORCH = {
 # The doors to that way: functions that import it when they are called.
 DOORS = {
     ("models.registry", "models.decoder"),
+    ("models.registry", "models.ranked"),
     ("models.registry", "models.factory"),
     ("cli.save", "capture"),
     ("fallback", "eager"),
     ("backends.cpu.stitched", "models.operations"),
+    ("opening", "group"),
+    ("proof", "group"),
 }
 
 MAY_START_PROCESSES = {"backends.cpu.compile", "jobs", "proof"}

@@ -9,17 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
 
-from graphpack.archive.piecewise import piecewise_of
+from graphpack.archive.piecewise import PiecewiseSettings, piecewise_of
 from graphpack.archive.record import Record
 from graphpack.errors import Problem
 from graphpack.graph import TensorSpec
 from graphpack.schema import PROBLEM_LIMIT, Count, Digest, Positive, SchemaProblems, from_plain, shown
 from graphpack.split_operations import COLLECTIVES
-
-if TYPE_CHECKING:
-    from graphpack.archive.piecewise import PiecewiseSettings
 
 NAME = "ranks"
 """Of the feature and of its key in `extensions`."""
@@ -29,7 +25,7 @@ MINOR = 1
 
 @dataclass(frozen=True, slots=True, order=True)
 class Part:
-    """Which of how many ranks: what the settings digest of its pieces covers."""
+    """Which of how many ranks."""
 
     rank: int
     world_size: int

@@ -12,7 +12,6 @@ from typing import Any
 
 from graphpack.archive.codec import pack
 from graphpack.archive.piecewise import PiecewiseGraph, PiecewiseSettings
-from graphpack.archive.ranks import Part
 from graphpack.archive.record import Settings
 from graphpack.schema import Plain, to_plain
 
@@ -42,10 +41,9 @@ def config_digest(config: Mapping[str, Any]) -> str:
     return digest_of(Tag.CONFIG, to_plain(config))
 
 
-def piecewise_digest(settings: Settings, piecewise: PiecewiseSettings, part: Part | None = None) -> str:
-    """What the pieces of an entry were compiled under, and for which rank of how many."""
-    ranks = {} if part is None else {"ranks": {"rank": part.rank, "world_size": part.world_size}}
-    return digest_of(Tag.PIECEWISE, {"settings": to_plain(settings), "piecewise": to_plain(piecewise), **ranks})
+def piecewise_digest(settings: Settings, piecewise: PiecewiseSettings) -> str:
+    """What the pieces of an entry were compiled under. Pieces of all ranks are alike."""
+    return digest_of(Tag.PIECEWISE, {"settings": to_plain(settings), "piecewise": to_plain(piecewise)})
 
 
 def stitching_digest(graph: PiecewiseGraph) -> str:

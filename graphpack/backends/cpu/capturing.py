@@ -85,7 +85,6 @@ class CpuCapturing:
                     source.aliases,
                     self._isa,
                     lambda one: done(one.chunk, sum(piece.nodes for piece in one.graph.pieces), one.seconds),
-                    model.part,
                 )
                 if piecewise
                 else []

@@ -16,7 +16,6 @@ import torch
 
 from graphpack import golden, lockstep
 from graphpack.archive.piecewise import Piece, PiecewiseGraph, PiecewiseSettings, prefill_shapes
-from graphpack.archive.ranks import Part
 from graphpack.archive.record import Settings
 from graphpack.backends import UNWRITTEN
 from graphpack.backends.cpu.capture import COMPILERS, constants_of
@@ -76,14 +75,13 @@ def capture_pieces(
     aliases: Mapping[str, str],
     isa: CpuIsa,
     done: Callable[[StitchedPieces], None],
-    part: Part | None = None,
 ) -> list[StitchedPieces]:
-    """Capture every token count, the largest first; of one rank its `part`. `done` is told of each.
+    """Capture every token count, the largest first. `done` is told of each.
 
     Raises CaptureRefusedError as `trace`, `split`, `generate` and `build` do.
     """
     prefill, seq_len = prefill_of(step), max(settings.seq_lens)
-    digest = piecewise_digest(settings, piecewise, part)
+    digest = piecewise_digest(settings, piecewise)
     captured = []
     with tempfile.TemporaryDirectory(prefix="graphpack-") as scratch, ThreadPoolExecutor(COMPILERS) as pool:
         running: list[tuple[_Traced, float, list[Future[bytes]]]] = []

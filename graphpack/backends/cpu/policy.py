@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from graphpack.archive.piecewise import piecewise_of
-from graphpack.archive.ranks import part_of
 from graphpack.archive.record import Record
 from graphpack.elf import ElfError, ElfFile, parse
 from graphpack.errors import Problem
@@ -105,7 +104,7 @@ def described_objects(record: Record) -> Iterator[Described]:
                 of=f"piece {number} of {split.token_count} tokens",
                 digest=piece.object,
                 images=0,
-                settings=piecewise_digest(record.settings, piecewise.settings, part_of(record)) if piecewise else "",
+                settings=piecewise_digest(record.settings, piecewise.settings) if piecewise else "",
                 topology=piece_digest(split.topology, piece.topology),
             )
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from graphpack.archive.piecewise import NAME, graphs_of, piecewise_of
-from graphpack.archive.ranks import part_of
 from graphpack.backends import Room
 from graphpack.backends.cpu.memory import CpuMemory, room
 from graphpack.backends.cpu.policy import check_described, check_object, compiled_settings, described_objects
@@ -67,8 +66,7 @@ class CpuSession:
         piecewise = piecewise_of(record)
         if piecewise is not None:
             pieces = [piece.object for graph in piecewise.graphs for piece in graph.pieces]
-            digest = piecewise_digest(settings, piecewise.settings, part_of(record))
-            parts.append((f"extensions.{NAME}.settings", digest, pieces))
+            parts.append((f"extensions.{NAME}.settings", piecewise_digest(settings, piecewise.settings), pieces))
         for where, wanted, objects in parts:
             compiled = {compiled_settings(blobs[code]) for code in objects} - {None, wanted}
             problems += [
