@@ -73,7 +73,7 @@ class _Save:
         self._ranks: Company = ranks or Alone()
         self._observer = observer
         self._stage = Stages(observer)
-        self._notes: list[str] = []
+        self._notes = [str(part)] if part else []
 
     def run(self) -> SaveResult:
         with self._ranks.together("resolve"):

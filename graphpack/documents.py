@@ -152,6 +152,7 @@ def _magic() -> str:
 
 def _entry(entry: Entry, *, graphs: bool, kernels: bool) -> Document:
     from graphpack.archive.piecewise import piecewise_of
+    from graphpack.archive.ranks import ranks_of
 
     record = entry.record
     plain = to_plain(record)
@@ -177,7 +178,10 @@ def _entry(entry: Entry, *, graphs: bool, kernels: bool) -> Document:
         "graphs": [_graph(graph, sizes, whole=graphs) for graph in record.graphs],
         "blobs": {"count": len(record.blobs), "bytes": sum(blob.size for blob in record.blobs)},
     }
-    piecewise = piecewise_of(record)
+    ranks, piecewise = ranks_of(record), piecewise_of(record)
+    if ranks is not None:
+        shown = to_plain(ranks)
+        details["ranks"] = {name: shown[name] for name in ("rank", "world_size", "roots", "shards")}
     if piecewise is not None:
         details["piecewise"] = {
             "settings": to_plain(piecewise.settings),

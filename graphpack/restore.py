@@ -97,7 +97,7 @@ class _Restore:
         self._record = entry.record
         self._pieces = graphs_of(entry.record)
         self._name = entry.record.entry.name
-        self._notes = list(entry.notes)
+        self._notes = [*entry.notes, *([str(entry.part)] if entry.part else [])]
         self._request = request
         self._config = config
         self._policy = policy

@@ -24,8 +24,9 @@ ORDER = """
     configuration configuration.yaml_file configuration.keys configuration.reader configuration.environment
     configuration.config
     archive archive.glance archive.record archive.piecewise archive.ranks archive.codec archive.limits archive.oci
-    archive.owner archive.files archive.lock archive.looks archive.finding archive.check archive.permissions archive.keys
-    archive.signature archive.reading archive.store archive.collect archive.trust archive.remembered archive.validate
+    archive.owner archive.files archive.lock archive.looks archive.finding archive.check archive.permissions
+    archive.keys archive.signature archive.reading archive.store archive.collect archive.trust archive.remembered
+    archive.validate
     identity identity.environment identity.cpu_isa identity.digests identity.weights identity.layout identity.compat
     identity.agreement
     models models.step models.safetensors models.seeded models.weights models.blocks models.architecture models.specs
