@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import atexit
 import json
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
@@ -47,6 +50,10 @@ _WEIGHTS = ("weights", "files", "model")
 """Facts of which another answer means other weights or another model."""
 
 
+class _BrokenOff(BaseException):
+    """Another rank failed. Not an Exception, so that only `finally` blocks notice it on its way out."""
+
+
 class Group:
     """This process among all ranks. One thread at a time may call it; another beats and watches."""
 
@@ -57,6 +64,7 @@ class Group:
         self._lost: int | None = None
         self._turn = 0
         self._ended: GraphpackError | None = None
+        self._armed = self._deaf = False
         self._over = threading.Event()
         self._store = _meet(self.part)
         self._watching = threading.Thread(target=self._watch, name="graphpack-ranks", daemon=True)
@@ -77,20 +85,47 @@ class Group:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Leave this once all ranks have done what is inside. If one could not, all raise its error."""
+        """Leave this once all ranks have done what is inside. If one could not, all raise its error; what they are at
+        meanwhile, in the main thread, is broken off."""
+        try:
+            with self._alarm():
+                yield
+        except BaseException as error:
+            self._deaf = True
+            ended = self._end(error, what)
+            if ended is error:
+                raise
+            raise ended from error
+        self.exchange(what, None)
+
+    def _end(self, error: BaseException, what: str) -> BaseException:
+        """What to raise for an error that breaks off what all do together."""
+        if isinstance(error, (RankLostError, _BrokenOff)) and error is not self._ended:
+            # An operation of all broke off, or this rank's own work. Why, the one that left it says, unless it is gone.
+            return self._told_failure() or self._fail(RankLostError(f"{what}: {error}", getattr(error, "problems", ())))
+        if isinstance(error, GraphpackError):
+            return error if error is self._ended else self._fail(error)
+        self._fail(GraphpackError(f"{type(error).__name__} in {what}: {error}"))
+        return error
+
+    @contextmanager
+    def _alarm(self) -> Iterator[None]:
+        """Let the thread that watches break off what the main thread waits for. The signal means nothing to others."""
+        if self._armed or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGURG, self._break_off)
+        self._armed = True
         try:
             yield
-        except GraphpackError as error:
-            if error is self._ended:
-                raise
-            if not isinstance(error, RankLostError):
-                raise self._fail(error) from error
-            # An operation of all broke off. Why, the one that left it says, unless it is gone.
-            raise (self._told_failure() or self._fail(error)) from error
-        except BaseException as error:
-            self._fail(GraphpackError(f"{type(error).__name__} in {what}: {error}"))
-            raise
-        self.exchange(what, None)
+        finally:
+            self._armed = False
+            signal.signal(signal.SIGURG, before)
+
+    def _break_off(self, _number: int, _frame: FrameType | None) -> None:
+        if not self._deaf:
+            self._deaf = True
+            raise _BrokenOff("broken off")
 
     def exchange(self, what: str, mine: Any) -> list[Any]:
         """What each rank has to tell here, by rank: plain values that JSON has. Raises what one that failed told, or
@@ -202,6 +237,8 @@ class Group:
                 self._lost, broken = 0, True
             if broken and not self._over.is_set():
                 _stop_waiting()
+                if self._armed:
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
                 return
 
     def _silent(self, rank: int) -> bool:
@@ -282,14 +319,19 @@ def _start(store: Any, part: Part, place: Place, backend: str) -> None:
     if backend == "cuda":
         device = torch.device("cuda", place.local)
         torch.cuda.set_device(device)
-    distributed.init_process_group(
-        "gloo" if device is None else "nccl",
-        store=PrefixStore("collectives", store),
-        rank=part.rank,
-        world_size=part.world_size,
-        timeout=timedelta(seconds=COLLECTIVE_SECONDS),
-        device_id=device,
-    )
+    try:
+        distributed.init_process_group(
+            "gloo" if device is None else "nccl",
+            store=PrefixStore("collectives", store),
+            rank=part.rank,
+            world_size=part.world_size,
+            timeout=timedelta(seconds=JOIN_SECONDS),
+            device_id=device,
+        )
+        distributed_c10d._set_pg_timeout(timedelta(seconds=COLLECTIVE_SECONDS))
+    except (RuntimeError, ValueError) as error:
+        problem = Problem("torch.distributed", "", str(error)[:300])
+        raise RankLostError(f"{part} cannot reach the others", [problem]) from error
 
 
 def _stop() -> None:
@@ -306,7 +348,7 @@ def _stop_waiting() -> None:
     """On a device, an operation of all waits for ever for a rank that is gone. Sockets notice by themselves."""
     if distributed.is_initialized() and distributed.get_backend() == "nccl":
         with suppress(Exception):  # the main thread reports what it waited for
-            distributed.distributed_c10d._abort_process_group()
+            distributed_c10d._abort_process_group()
 
 
 _JOINED: list[Group] = []

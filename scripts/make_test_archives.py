@@ -4,8 +4,9 @@
     python scripts/make_test_archives.py NAME ... [--replace]
 
 `tests/archives/cpu-1.0` holds tiny-llama for batch sizes 1 and 2, `cpu-piecewise-1.1` the same model split into pieces,
-`cpu-ranks-1.1` tiny-qwen3 for two ranks. All are compiled for AVX2, so that they load wherever the same torch build is. An archive of a released format version
-is never made again. After a change of the format write `docs/refusals.md` again: `python scripts/write_refusals.py`.
+`cpu-ranks-1.1` tiny-qwen3 for two ranks. All are compiled for AVX2, so that they load wherever the same torch build is.
+An archive of a released format version is never made again. After a change of the format write `docs/refusals.md`
+again: `python scripts/write_refusals.py`.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ def _save_ranks(archive: Path, name: str, size: int) -> None:
     command = [sys.executable, __file__, name, "--into", str(archive)]
     place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [subprocess.Popen(command, env={**os.environ, **place, "RANK": str(rank)}) for rank in range(size)]
-    if any([rank.wait() for rank in ranks]):  # a list, so that each is waited for
+    failed = [rank.wait() for rank in ranks]
+    if any(failed):
         sys.exit(f"{name} could not be saved")
 
 
