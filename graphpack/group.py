@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
+
+# torch documents these names here, and does not tell type checkers.
+from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
 from graphpack.archive.ranks import Part
 from graphpack.errors import (
@@ -66,13 +66,13 @@ class Group:
         self._ended: GraphpackError | None = None
         self._armed = self._deaf = False
         self._over = threading.Event()
-        self._store = _meet(self.part)
+        self._store = _meet(place)
         self._watching = threading.Thread(target=self._watch, name="graphpack-ranks", daemon=True)
         self._set("here", b"")
         self._wait_for_all()
         self._watching.start()
         atexit.register(self.close)
-        _start(self._store, self.part, place, backend)
+        _start(self._store, place, backend)
 
     def _wait_for_all(self) -> None:
         end = time.monotonic() + JOIN_SECONDS
@@ -302,18 +302,21 @@ def _differences(told: Sequence[Mapping[str, Any]]) -> list[Problem]:
     ]
 
 
-def _meet(part: Part) -> Any:
-    """The store, at the address that the environment names."""
+def _meet(place: Place) -> Any:
+    """The store, at the address that the environment names. Rank 0 holds it, or `torchrun` itself."""
+    mine = place.part.rank == 0 and not place.agent
     timeout = timedelta(seconds=JOIN_SECONDS)
     try:
-        store, _, _ = next(iter(rendezvous("env://", part.rank, part.world_size, timeout=timeout)))
-    except (RuntimeError, ValueError, OSError) as error:
-        where = "MASTER_ADDR and MASTER_PORT"
-        raise RankLostError(f"{part} cannot meet the others", [Problem(where, "", str(error)[:300])]) from error
+        store = TCPStore(
+            place.address, place.port, place.part.world_size, mine, timeout, wait_for_workers=False, multi_tenant=True
+        )
+    except (RuntimeError, ValueError) as error:
+        where = f"{place.address}:{place.port}"
+        raise RankLostError(f"{place.part} cannot meet the others", [Problem(where, "", str(error)[:300])]) from error
     return PrefixStore("graphpack", store)
 
 
-def _start(store: Any, part: Part, place: Place, backend: str) -> None:
+def _start(store: Any, place: Place, backend: str) -> None:
     """torch's default process group, through which split operations add up."""
     device = None
     if backend == "cuda":
@@ -323,15 +326,15 @@ def _start(store: Any, part: Part, place: Place, backend: str) -> None:
         distributed.init_process_group(
             "gloo" if device is None else "nccl",
             store=PrefixStore("collectives", store),
-            rank=part.rank,
-            world_size=part.world_size,
+            rank=place.part.rank,
+            world_size=place.part.world_size,
             timeout=timedelta(seconds=JOIN_SECONDS),
             device_id=device,
         )
         distributed_c10d._set_pg_timeout(timedelta(seconds=COLLECTIVE_SECONDS))
     except (RuntimeError, ValueError) as error:
         problem = Problem("torch.distributed", "", str(error)[:300])
-        raise RankLostError(f"{part} cannot reach the others", [problem]) from error
+        raise RankLostError(f"{place.part} cannot reach the others", [problem]) from error
 
 
 def _stop() -> None:

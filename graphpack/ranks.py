@@ -10,17 +10,21 @@ from typing import Any, Protocol
 from graphpack.archive.ranks import Part
 from graphpack.errors import Problem, UsageError
 
-_WHO = ("RANK", "WORLD_SIZE")
-_WHERE = ("MASTER_ADDR", "MASTER_PORT")
+_NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT")
+_ADDRESS = "MASTER_ADDR"
 TORCHRUN = "run it with torchrun --nproc-per-node {size}"
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This process among `part.world_size`; `local` is its number on this host, which is that of its device."""
+    """This process among `part.world_size`; `local` is its number on this host, which is that of its device. They meet
+    at a port of an address, where whoever started them waits, the `agent`, or else rank 0."""
 
     part: Part
     local: int
+    address: str
+    port: int
+    agent: bool
 
     def device(self, asked: str) -> str:
         """Where this rank runs what was asked for a device: each on a device of its own."""
@@ -55,23 +59,22 @@ def place_of(environment: Mapping[str, str]) -> Place | None:
     """None in a process that is alone. UsageError for an environment that does not say which of several it is."""
     if environment.get("WORLD_SIZE", "") in ("", "1"):
         return None
-    numbers = {name: _whole(environment.get(name, "")) for name in (*_WHO, "LOCAL_RANK")}
-    rank, size = numbers["RANK"], numbers["WORLD_SIZE"]
-    hint = TORCHRUN.format(size="N")
+    numbers = {name: _whole(environment.get(name, "")) for name in (*_NUMBERS, "LOCAL_RANK")}
+    rank, size, port = (numbers[name] for name in _NUMBERS)
+    address, hint = environment.get(_ADDRESS, ""), TORCHRUN.format(size="N")
     problems = [
         Problem(name, "a whole number", environment.get(name, "") or "not set", hint)
-        for name in _WHO
+        for name in _NUMBERS
         if numbers[name] is None
     ]
-    problems += [
-        Problem(name, "where the processes meet", "not set", hint) for name in _WHERE if not environment.get(name)
-    ]
+    problems += [] if address else [Problem(_ADDRESS, "where the processes meet", "not set", hint)]
     if rank is not None and size is not None and not 0 <= rank < size:
         problems.append(Problem("RANK", f"0 to {size - 1}", str(rank), hint))
-    if problems or rank is None or size is None:
+    if problems or rank is None or size is None or port is None:
         raise UsageError("the environment does not say which of several processes this one is", problems)
     local = numbers["LOCAL_RANK"]
-    return Place(Part(rank, size), rank if local is None else local)
+    agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Place(Part(rank, size), rank if local is None else local, address, port, agent)
 
 
 def _whole(text: str) -> int | None:

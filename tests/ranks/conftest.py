@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,13 +70,15 @@ def ranks(tmp_path: Path) -> Ranks:
             for rank in range(SIZE)
         ]
         began = time.monotonic()
+
+        def ended_at(process: subprocess.Popen[str]) -> Ended:
+            out, err = process.communicate(timeout=200)
+            return Ended(process.returncode, out, err, time.monotonic() - began)
+
         started = [start(rank, port, programs[rank], given[rank]) for rank in range(SIZE)]
         try:
-            ended = []
-            for process in started:
-                out, err = process.communicate(timeout=200)
-                ended.append(Ended(process.returncode, out, err, time.monotonic() - began))
-            return ended
+            with ThreadPoolExecutor(SIZE) as waiting:
+                return [*waiting.map(ended_at, started)]
         finally:
             for process in started:
                 process.kill()
