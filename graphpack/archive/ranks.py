@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 from graphpack.archive.piecewise import PiecewiseSettings, piecewise_of
 from graphpack.archive.record import Record
 from graphpack.errors import Problem
 from graphpack.graph import TensorSpec
-from graphpack.schema import PROBLEM_LIMIT, Count, Digest, Positive, SchemaProblems, from_plain, shown
+from graphpack.schema import PROBLEM_LIMIT, Count, Digest, Positive, SchemaProblems, from_plain, shown, to_plain
 from graphpack.split_operations import COLLECTIVES
 
 NAME = "ranks"
@@ -138,24 +139,25 @@ def check_group(records: Sequence[Record]) -> list[Problem]:
 
 
 def _unlike(records: Sequence[Record]) -> Iterator[Problem]:
-    first = common(records[0])
+    first = _common(records[0])
     for record in records[1:]:
-        for name, value in common(record).items():
-            if value != first[name]:
-                yield Problem(name, f"{part_of(record)}: {shown(value)}", f"rank 0: {shown(first[name])}")
+        facts = _common(record)
+        for name in dict.fromkeys((*first, *facts)):
+            old, new = (one.get(name, "absent") for one in (first, facts))
+            if old != new:
+                yield Problem(name, f"{shown(old)} in rank 0", f"{shown(new)} in {part_of(record)}")
 
 
-def common(record: Record) -> dict[str, object]:
-    """What the entries of all ranks of one save have in common, by name."""
+def _common(record: Record) -> dict[str, Any]:
+    """What the entries of all ranks of one save have in common, by dotted path."""
     ranks, piecewise = ranks_of(record), piecewise_of(record)
-    facts: dict[str, object] = {
-        "format": str(record.format),
-        "entry": record.entry,
-        "model": record.model,
-        "settings": record.settings,
+    sections = {
+        "format": to_plain(record.format),
+        "entry": to_plain(record.entry),
+        "model": to_plain(record.model),
+        "settings": to_plain(record.settings),
+        "extensions.piecewise.settings": to_plain(piecewise.settings) if piecewise else {},
+        f"extensions.{NAME}.roots": dict(enumerate(ranks.roots)) if ranks else {},
+        f"extensions.{NAME}.shards": ranks.shards if ranks else {},
     }
-    if ranks is not None and piecewise is not None:
-        facts[f"extensions.{NAME}.roots"] = ranks.roots
-        facts[f"extensions.{NAME}.shards"] = dict(ranks.shards)
-        facts["extensions.piecewise.settings"] = piecewise.settings
-    return facts
+    return {f"{section}.{name}": value for section, fields in sections.items() for name, value in fields.items()}

@@ -147,7 +147,7 @@ def test_entries_of_two_saves_are_damage(kept: Path, as_rank: AsRank) -> None:
     as_rank(0, SIZE)
     with pytest.raises(CorruptArchiveError, match="not those of all ranks of one save") as caught:
         graphpack.load(kept)
-    assert [problem.where for problem in caught.value.problems] == ["settings"]
+    assert [problem.where for problem in caught.value.problems] == ["settings.deterministic_algorithms"]
 
 
 def test_a_model_that_is_divided_otherwise_is_another_layout(kept: Path, alone: Callable[..., RestoredModel]) -> None:
