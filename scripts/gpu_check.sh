@@ -12,6 +12,7 @@
 # compile          the smoke stage for torch.compile's kernels, with empty caches
 # archives         the two small archives for tests/archives, as one tar file
 # throughput       decoded tokens a second beside eager and torch.compile (after bench compile)
+# two              two ranks on two GPUs: qwen3-0.6b and llama-3.2-1b, or those of $TWO, beside one GPU; one is killed
 # gap              which acts of a process slow its later replays down (after bench quick)
 # upload MODEL     how fast weights reach the device, in each way
 # real             SmolLM2 with its real weights against transformers; see scripts/gpu/real.py for how they travel
@@ -74,6 +75,7 @@ while [ "$#" -gt 0 ]; do
             stage real 300 "$PYTHON" scripts/gpu/real.py
             ;;
         throughput) stage throughput 300 "$PYTHON" scripts/gpu/throughput.py ;;
+        two) stage two 580 "$PYTHON" scripts/gpu/two_gpus.py ${TWO:-} ;;
         gap) stage gap 240 "$PYTHON" scripts/gpu/gap.py ;;
         upload)
             stage "upload $2" 240 "$PYTHON" scripts/gpu/upload.py "$2"
