@@ -236,7 +236,7 @@ class _Save:
         )
         self._notes += captured.notes
         logs.info(
-            f"captured {len(captured.graphs)} decode graphs",
+            f"captured {len(captured.graphs)} decode graphs" if captured.graphs else "captured pieces for decode steps",
             device=wanted.backend,
             buckets=[str(found.graph.bucket) for found in captured.graphs],
             graphs=len(captured.graphs),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from graphpack.archive.glance import mentions
 from graphpack.backends import BLOB_TYPES, hold
-from graphpack.errors import CorruptArchiveError, EnvironmentMismatchError, NotFoundError, Problem, UsageError
+from graphpack.errors import EnvironmentMismatchError, NotFoundError, Problem, UsageError
 from graphpack.interpreter import collector_paused
 
 if TYPE_CHECKING:
@@ -86,29 +86,20 @@ def _of_this_rank(entries: Sequence[Entry]) -> list[Entry]:
     Raises CorruptArchiveError unless the entries of all ranks are there and alike, and EnvironmentMismatchError in
     another number of processes than they are for.
     """
-    mine = [entry for entry in entries if entry.part is None]
-    named: dict[str, list[Entry]] = {}
-    for entry in entries:
-        if entry.part is not None:
-            named.setdefault(entry.name, []).append(entry)
-    if not named:
-        return mine
-    from graphpack.archive.ranks import WHOLE, check_group
+    if all(entry.part is None for entry in entries):
+        return list(entries)
+    from graphpack.archive.reading import ranks_by_name
     from graphpack.ranks import TORCHRUN, place_of
 
     place = place_of(os.environ)
-    here = place.part if place else WHOLE
+    size, rank = (place.part.world_size, place.part.rank) if place else (1, 0)
+    named = ranks_by_name(entries)
     for name, parts in named.items():
-        problems = check_group([entry.record for entry in parts])
-        if problems:
-            raise CorruptArchiveError(f"the entries of '{name}' are not those of all ranks of one save", problems)
-        size = len(parts)
-        if size != here.world_size:
-            hint = TORCHRUN.format(size=size)
-            problem = Problem("extensions.ranks.world_size", str(size), f"{here.world_size} processes", hint)
-            raise EnvironmentMismatchError(f"entry '{name}' is for {size} ranks", [problem])
-        mine.append(parts[here.rank])
-    return [entry for entry in entries if entry in mine]
+        if len(parts) != size:
+            hint = TORCHRUN.format(size=len(parts))
+            problem = Problem("extensions.ranks.world_size", str(len(parts)), f"{size} processes", hint)
+            raise EnvironmentMismatchError(f"entry '{name}' is for {len(parts)} ranks", [problem])
+    return [entry for entry in entries if entry.part is None or entry.part.rank == rank]
 
 
 def _company(request: LoadRequest, entry: Entry, config: Config) -> tuple[LoadRequest, Company | None]:
@@ -194,7 +185,7 @@ def _tell(restored: LoadedEntry) -> None:
     from graphpack import logs
 
     logs.info(
-        f"restored {restored.graphs} decode graphs",
+        f"restored {restored.graphs} decode graphs" if restored.graphs else f"restored {restored.pieces} pieces",
         entry=restored.name,
         device=restored.device,
         graphs=restored.graphs,

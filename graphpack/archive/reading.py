@@ -18,7 +18,7 @@ from graphpack.archive import codec, files, oci
 from graphpack.archive.check import decode_record
 from graphpack.archive.finding import archive_root, no_archive, no_such_entries, open_index
 from graphpack.archive.permissions import Permissions
-from graphpack.archive.ranks import WHOLE, Part, part_of, tag_of
+from graphpack.archive.ranks import WHOLE, Part, check_group, part_of, tag_of
 from graphpack.archive.record import Blob, FormatVersion, Producer, Record
 from graphpack.archive.signature import BUNDLE_LIMIT, Signed, decode_bundle
 from graphpack.errors import CorruptArchiveError, GraphpackError, Problem, UnsupportedFormatError
@@ -54,6 +54,22 @@ class Entry:
         if self.ref.tag in (None, tag_of(self.name, self.part)):
             return ()
         return (f"entry '{self.name}' has the tag '{self.ref.tag}' in {oci.INDEX_FILE}",)
+
+
+def ranks_by_name(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
+    """Of each model of several ranks among entries, those of all its ranks, in order.
+
+    Raises CorruptArchiveError unless all are there and alike.
+    """
+    named: dict[str, list[Entry]] = {}
+    for entry in entries:
+        if entry.part is not None:
+            named.setdefault(entry.name, []).append(entry)
+    for name, parts in named.items():
+        problems = check_group([entry.record for entry in parts])
+        if problems:
+            raise CorruptArchiveError(f"the entries of '{name}' are not those of all ranks of one save", problems)
+    return named
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,6 +103,8 @@ def test_a_missing_rank_is_damage(missing: int, kept: Path, as_rank: AsRank) -> 
     as_rank(0, SIZE)
     with pytest.raises(CorruptArchiveError, match=f"archived rank {missing} of 2, here missing"):
         graphpack.load(kept)
+    with pytest.raises(CorruptArchiveError, match=f"archived rank {missing} of 2, here missing"):
+        verify.verify(kept, [NAME], "structure", Policy(), SilentObserver())
 
 
 @pytest.mark.parametrize(("size", "said"), [(1, "1 processes"), (3, "3 processes")])
