@@ -62,7 +62,7 @@ def write_entry(
         )
         for found, written, proof in zip(captured.graphs, objects, goldens, strict=True)
     )
-    pieces = [_write_pieces(archive, found) for found in captured.piecewise]
+    pieces = [_write_pieces(archive, found, kind) for found in captured.piecewise]
     every = [*objects, *goldens, *images.values(), *([constants] if constants else [])]
     every += [blob for _, blobs_of_pieces in pieces for blob in blobs_of_pieces]
     blobs = {blob.digest: blob for blob in every}
@@ -79,8 +79,8 @@ def write_entry(
     return WrittenEntry(archive.put_entry(record), record, sum(blob.size for blob in ordered))
 
 
-def _write_pieces(archive: Archive, found: CapturedPieces) -> tuple[PiecewiseGraph, list[Blob]]:
-    objects = [archive.put_blob(code, oci.OBJECT_TYPE) for code in found.objects]
+def _write_pieces(archive: Archive, found: CapturedPieces, kind: str) -> tuple[PiecewiseGraph, list[Blob]]:
+    objects = [archive.put_blob(code, kind) for code in found.objects]
     golden = archive.put_blob(found.golden, oci.GOLDEN_TYPE)
     pieces = [replace(piece, object=blob.digest) for piece, blob in zip(found.graph.pieces, objects, strict=True)]
     return replace(found.graph, pieces=tuple(pieces), golden=golden.digest), [*objects, golden]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from graphpack import golden
 from graphpack.archive.check import check_features
+from graphpack.archive.oci import IMAGE_TYPE
 from graphpack.archive.piecewise import PiecewiseGraph, graphs_of
 from graphpack.archive.ranks import NAME as RANKS
 from graphpack.archive.ranks import ranks_of
@@ -187,6 +188,8 @@ class _Restore:
         needed = {blob for graph in record.graphs for blob in (graph.object, *graph.images)}
         needed |= {piece.object for graph in self._pieces for piece in graph.pieces}
         needed |= {record.constants} if record.constants else set()
+        # Which images pieces run is said by the pieces.
+        needed |= {blob.digest for blob in record.blobs if self._pieces and blob.media_type == IMAGE_TYPE}
         if self._request.verify:
             needed |= {blob.digest for blob in record.blobs}
         read = [blob for blob in record.blobs if blob.digest in needed]
@@ -212,10 +215,12 @@ class _Restore:
         if device != needed:
             problem = Problem("environment.device_type", needed, device, f"load it with --device {needed}")
             raise EnvironmentMismatchError(f"entry '{self._name}' does not fit this device", [problem])
-        refused, waived = check_environment(record.environment, read_host(self._session.device()), request.allow)
+        host, runs_torch = read_host(self._session.device()), bool(self._pieces)
+        refused, waived = check_environment(record.environment, host, request.allow, runs_torch=runs_torch)
         if refused:
             raise EnvironmentMismatchError(f"entry '{self._name}' does not fit this machine", refused)
         self._other_device = any(problem.where.endswith("sm_count") for problem in waived)
+        self._exact = not waived
         if waived:
             self._ladder.waived("environment", ", ".join(problem.where for problem in waived))
         else:
@@ -316,7 +321,7 @@ class _Restore:
         if not goldens:
             self._ladder.skipped("outputs", "load --verify replays the goldens")
             return ()
-        memory.exact = memory.exact and not self._other_device
+        memory.exact = memory.exact and self._exact
         with self._stage("verify"):
             try:
                 trials = [

@@ -30,7 +30,8 @@ ORDER = """
     identity identity.environment identity.cpu_isa identity.digests identity.weights identity.layout identity.compat
     identity.agreement
     models models.step models.safetensors models.seeded models.weights models.blocks models.architecture models.specs
-    models.sharding models.checkpoint models.presets models.operations models.experts models.decoder models.ranked
+    models.sharding models.checkpoint models.presets models.attention models.operations models.experts models.decoder
+    models.ranked
     models.factory models.registry models.locate models.tokenizer
     ranks group regions tensor golden backends lockstep modes splitting
     backends.inductor_cache
@@ -41,16 +42,18 @@ ORDER = """
     backends.cuda.structs backends.cuda.libcuda backends.cuda.driver backends.cuda.device
     backends.cuda.attributes backends.cuda.columns_check backends.cuda.columns backends.cuda.builder
     backends.cuda.host backends.cuda.host_weights backends.cuda.heap backends.cuda.images backends.cuda.spans
-    backends.cuda.bindings backends.cuda.graphs_check backends.cuda.placement
+    backends.cuda.bindings backends.cuda.piece_columns backends.cuda.pieces_check
+    backends.cuda.graphs_check backends.cuda.placement
     backends.cuda.arena
     backends.cuda.rebuild backends.cuda.ring backends.cuda.upload backends.cuda.relay
-    backends.cuda.device_memory backends.cuda.executable
+    backends.cuda.device_memory backends.cuda.executable backends.cuda.operations backends.cuda.stitched
     backends.cuda.session backends.cuda.restore
     backends.cuda
     backends.cuda.cubin backends.cuda.image_file backends.cuda.trim
-    backends.cuda.listener backends.cuda.walk backends.cuda.audit backends.cuda.encode
+    backends.cuda.listener backends.cuda.walk backends.cuda.audit backends.cuda.encode backends.cuda.encode_pieces
     backends.cuda.space backends.cuda.memory backends.cuda.recorder
-    backends.cuda.watch backends.cuda.capture backends.cuda.agree backends.cuda.capturing
+    backends.cuda.watch backends.cuda.capture backends.cuda.capture_pieces
+    backends.cuda.agree backends.cuda.capturing
     trust_settings inputs dispatch slots eager fallback prefill
     weight_update trials replay restore completeness opening budget pool
     sampling generate
@@ -65,6 +68,7 @@ ORDER = """
 # The way of `save`, of steps that no graph was captured for, of what runs between pieces, and of ranks. All other
 # modules know torch neither at their top nor in their functions.
 MAY_USE_TORCH = {
+    "models.attention",
     "models.operations",
     "models.experts",
     "models.decoder",
@@ -81,10 +85,12 @@ MAY_USE_TORCH = {
     "backends.cpu.pieces",
     "backends.cpu.agree",
     "backends.cpu.capturing",
+    "backends.cuda.operations",
     "backends.cuda.memory",
     "backends.cuda.recorder",
     "backends.cuda.watch",
     "backends.cuda.capture",
+    "backends.cuda.capture_pieces",
     "backends.cuda.agree",
     "backends.cuda.capturing",
     "eager",
@@ -101,6 +107,7 @@ DOORS = {
     ("backends.cpu.stitched", "models.operations"),
     ("opening", "group"),
     ("proof", "group"),
+    ("backends.cuda.stitched", "backends.cuda.operations"),
 }
 
 MAY_START_PROCESSES = {"backends.cpu.compile", "jobs", "proof"}

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from graphpack.errors import Problem, RankLostError
+from graphpack.models.attention import Rows, attend, kernels
 from graphpack.split_operations import SPLIT_OPERATIONS
 
 
@@ -42,6 +43,12 @@ def slot_attention(
     `keys`, `values`, the state, `[slots, kv_heads, positions, dim]`. With a `window` above 0 a token sees so many
     positions, its own the last. Gives `[tokens, heads * dim]`.
     """
+    if query.is_cuda:
+        rows = Rows(slots.tolist(), positions.tolist(), keys.shape[0] - 1, query.device)
+        result = query.new_empty(len(query), query.shape[1] * query.shape[2])
+        with kernels():
+            attend(query, key, value, keys, values, window, rows, result)
+        return result
     places = (slots[:, None], torch.arange(keys.shape[1], device=keys.device), positions[:, None])
     keys[places] = key
     values[places] = value
@@ -112,13 +119,13 @@ def route_experts(
     `[tokens, experts]`, `slots` int64 `[tokens]`, three lists with a weight of each expert -> `[tokens, width]`.
 
     Tokens of the slot `scratch` are padding and go nowhere: how an expert rounds depends on how many tokens it has."""
-    weights = expert_weights(router_logits, top_k, normalize) * (slots != scratch)[:, None]
+    weights = torch.where((slots != scratch)[:, None], expert_weights(router_logits, top_k, normalize), 0.0)
+    counts = (weights != 0).sum(dim=0).tolist()
     result = torch.zeros_like(hidden)
-    for index, weight in enumerate(weights.unbind(dim=1)):
-        rows = weight.nonzero().flatten()
+    for index, rows in enumerate(torch.split(weights.t().nonzero()[:, 1], counts)):
         if len(rows):
             found = expert(hidden[rows], gates[index], ups[index], downs[index])
-            result.index_add_(0, rows, found * weight[rows, None])
+            result.index_add_(0, rows, found * weights[rows, index, None])
     return result
 
 

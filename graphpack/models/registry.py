@@ -25,7 +25,7 @@ EMBEDDING = "model.embed_tokens.weight"
 
 _FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 _DECODER_SOURCES = tuple(
-    f"graphpack.models.{name}" for name in ("architecture", "blocks", "operations", "experts", "decoder")
+    f"graphpack.models.{name}" for name in ("architecture", "blocks", "attention", "operations", "experts", "decoder")
 )
 _RANKED_SOURCES = ("graphpack.models.sharding", "graphpack.models.ranked")
 

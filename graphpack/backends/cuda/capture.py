@@ -70,6 +70,19 @@ class ModuleTensors:
     def names(self) -> frozenset[str]:
         return frozenset(self._placed)
 
+    def region(self, name: str) -> str | None:
+        """The region of a tensor by the name that a module has for it; None for one that is not there."""
+        canonical = self._aliases.get(name, name)
+        return canonical if canonical in self._placed else None
+
+    def tensor(self, region: str) -> torch.Tensor:
+        return self._placed[region]
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """A constant that is no buffer of any module."""
+        self._placed[name] = self._recorder.tensor("constant", spec_of(name, tensor))
+        self._placed[name].copy_(tensor.detach())
+
     def place(self, module: torch.nn.Module) -> None:
         """Move what is not there yet; modules of several buckets share it.
 
@@ -104,9 +117,15 @@ def _same(there: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 def capture(
-    recorder: MemoryRecorder, step: StepModel, settings: Settings, tensors: ModuleTensors, done: Captured
+    recorder: MemoryRecorder,
+    step: StepModel,
+    settings: Settings,
+    tensors: ModuleTensors,
+    done: Captured,
+    stream: torch.cuda.Stream | None = None,
 ) -> tuple[list[CapturedBucket], dict[str, torch.Tensor]]:
     """Capture every bucket, the largest first so that what does not fit fails early; and the state they share.
+    On `stream`, or one of its own.
 
     Raises CaptureRefusedError naming the model's source line.
     """
@@ -117,9 +136,9 @@ def capture(
         tensors.place(module)
     specs = step.state(settings.slots, max(settings.seq_lens))
     state = {spec.name: recorder.tensor("state", spec).zero_() for spec in specs}
-    stream = torch.cuda.Stream(recorder.device)  # type: ignore[no-untyped-call]
+    stream = stream or torch.cuda.Stream(recorder.device)  # type: ignore[no-untyped-call]
     captured = []
-    with _compiler(settings.compile, len(buckets)) as compiled:
+    with compiler(settings.compile, len(buckets)) as compiled:
         for bucket, module in zip(buckets, modules, strict=True):
             inputs = step.inputs(bucket, settings.slots)
             found = _capture(
@@ -131,7 +150,7 @@ def capture(
 
 
 @contextmanager
-def _compiler(on: bool, buckets: int) -> Iterator[Callable[[torch.nn.Module], Any]]:
+def compiler(on: bool, buckets: int) -> Iterator[Callable[[torch.nn.Module], Any]]:
     """What makes a module's step: torch.compile, or the module itself."""
     if not on:
         yield lambda module: module
@@ -166,7 +185,7 @@ def _capture(
     arguments = (*given.values(), *state)
     torch.cuda.synchronize(recorder.device)
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with _refusing(), torch.no_grad(), evaluating(module):
+    with refusing(), torch.no_grad(), evaluating(module):
         with recorder.memory(), torch.cuda.stream(stream):
             with Watch():  # type: ignore[no-untyped-call]
                 module(*arguments)
@@ -194,7 +213,7 @@ def _capture(
 
 
 @contextmanager
-def _refusing() -> Iterator[None]:
+def refusing() -> Iterator[None]:
     try:
         yield
     except GraphpackError:
