@@ -33,7 +33,17 @@ from graphpack.models.locate import locate_weights
 from graphpack.regions import CAPTURE_VERSION, expected_regions, unpack_constants
 from graphpack.results import LoadRequest
 from graphpack.schema import to_plain
-from tests.backends.cuda.entry import BASE, GRANULE, STEPS, code_for, columns_of, placed, record_goldens, spec_of, stored_of
+from tests.backends.cuda.entry import (
+    BASE,
+    GRANULE,
+    STEPS,
+    code_for,
+    columns_of,
+    placed,
+    record_goldens,
+    spec_of,
+    stored_of,
+)
 from tests.backends.cuda.fake_driver import ADD, FakeDriver, digest, image
 
 SOURCE = Path(__file__).parents[2] / "archives" / "cpu-piecewise-1.1"
@@ -122,7 +132,10 @@ def make_piecewise_archive(path: Path) -> Record:
     assert piecewise is not None
     kept = [region for region in old.layout.regions if region.kind == "constant"]
     constants = unpack_constants(content[old.constants] if old.constants else b"", kept) or {}
-    specs, weights = {region.name: spec_of(region) for region in kept}, {t.name: stored_of(t) for t in old.weights.tensors}
+    specs, weights = (
+        {region.name: spec_of(region) for region in kept},
+        {t.name: stored_of(t) for t in old.weights.tensors},
+    )
     expected = expected_regions(old.graphs, weights, specs, old.model.effective_dtype, piecewise.graphs)
     places = {
         tensor_regions(graph)[spec.name]: Region.dense("scratch", spec, name=tensor_regions(graph)[spec.name])

@@ -20,8 +20,8 @@ from graphpack.errors import CaptureRefusedError
 from graphpack.graph import Chunk, TensorSpec
 from graphpack.models.registry import resolve
 from graphpack.models.step import StepModel
-from graphpack.splitting import prefill_of, split
 from graphpack.split_operations import DEFAULT_SPLIT
+from graphpack.splitting import prefill_of, split
 from tests.piecewise.split_model import SplitModel
 
 SLOTS, SEQ_LEN = 3, 64
@@ -81,7 +81,9 @@ def settings() -> Settings:
 class Captured:
     """All token counts of a step model, in memory of this process."""
 
-    def __init__(self, recorder: FakeRecorder, step: StepModel, weights: frozenset[str], aliases: dict[str, str]) -> None:
+    def __init__(
+        self, recorder: FakeRecorder, step: StepModel, weights: frozenset[str], aliases: dict[str, str]
+    ) -> None:
         owner = cast("MemoryRecorder", recorder)
         self.specs = step.state(SLOTS, SEQ_LEN)
         self.state = {spec.name: recorder.tensor("state", spec).zero_() for spec in self.specs}
@@ -194,7 +196,9 @@ def test_numbers_are_part_of_what_was_traced(second: float, different: int) -> N
     inputs.append(TensorSpec(name="ends", dtype="int64", shape=(2,)))
     specs = [TensorSpec(name=n, dtype="float32", shape=(SLOTS, 1, SEQ_LEN, 8)) for n in ("keys", "values")]
     module = Scaled(second)
-    program = trace_examples(module, (tokens, tokens, tokens, tokens[:2], state[0], state[1].clone()), frozenset()).program
+    program = trace_examples(
+        module, (tokens, tokens, tokens, tokens[:2], state[0], state[1].clone()), frozenset()
+    ).program
     out = [TensorSpec(name="logits", dtype="float32", shape=(2, 8))]
     found = split(program, inputs, specs, out, ["slot_attention"])
     digests = [pieces.traced_digest(piece) for piece in found.pieces]
