@@ -246,16 +246,21 @@ def _pieces(graph: PiecewiseGraph, sizes: Mapping[str, Blob], *, whole: bool) ->
 
 def _kernels(record: Record, sizes: Mapping[str, Blob]) -> list[Document]:
     """The compiled objects, or on CUDA the kernel images, each once, with the buckets that run it."""
+    from graphpack.archive.oci import IMAGE_TYPE
     from graphpack.archive.piecewise import graphs_of
 
     buckets: dict[str, list[str]] = {}
     for graph in record.graphs:
         for digest in graph.images or (graph.object,):
             buckets.setdefault(digest, []).append(str(graph.bucket))
-    for split in graphs_of(record):
+    cuda = record.environment.cuda
+    for split in graphs_of(record) if cuda is None else ():
         for piece in split.pieces:
             buckets.setdefault(piece.object, []).append(f"{split.token_count} tokens")
-    cuda = record.environment.cuda
+    for blob in sizes.values():
+        if blob.media_type == IMAGE_TYPE:
+            # Which of them run it is said by the objects of the pieces alone.
+            buckets.setdefault(blob.digest, ["pieces"])
     isa = f"sm_{cuda.capability.replace('.', '')}" if cuda else record.settings.cpu_isa
     return [
         {

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
+import numpy as np
+
 from graphpack.archive.piecewise import Call, Piece, PiecewiseGraph
 from graphpack.backends import UNWRITTEN
 from graphpack.backends.cuda.columns import GraphColumns
@@ -26,6 +28,7 @@ def stitched(
     calls are given. Then nothing but these can differ: parameters of a kernel that are no addresses come from what
     was traced, and what is left over between them nobody reads, which the proof shows of every call.
     """
+    columns = without_left_over(columns, traced)
     bindable = frozenset(region.name for region in regions if region.kind in ("weight", "constant"))
     near = Neighbours(regions)
     pieces: dict[tuple[str, int], tuple[GraphColumns, str]] = {}
@@ -44,6 +47,24 @@ def stitched(
     )
     found = replace(graph, pieces=tuple(described), calls=tuple(calls))
     return replace(found, topology=stitching_digest(found)), list(pieces.values())
+
+
+def without_left_over(columns: Mapping[int, GraphColumns], traced: Mapping[int, str]) -> dict[int, GraphColumns]:
+    """The columns without the words that not all calls have for which the same was traced, and that run the same
+    kernels: what a kernel reads is there in each of them, so such a word is left over from what ran before."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for position, one in columns.items():
+        tables = (one.kinds, one.launches, one.memsets[["value", "width"]], one.memcpys[["width"]], one.edges)
+        shape = tuple(np.ascontiguousarray(table).tobytes() for table in tables)
+        groups.setdefault((traced[position], one.names.kernels, one.names.images, shape), []).append(position)
+    found = dict(columns)
+    for group in groups.values():
+        common = frozenset.intersection(*(frozenset(columns[position].words["at"].tolist()) for position in group))
+        for position in group:
+            words = columns[position].words
+            kept = np.array([at in common for at in words["at"].tolist()], bool)
+            found[position] = replace(columns[position], words=words[kept])
+    return found
 
 
 def _generalized(

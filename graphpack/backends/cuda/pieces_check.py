@@ -15,8 +15,6 @@ from graphpack.graph import Region
 from graphpack.identity.digests import piecewise_digest
 from graphpack.schema import shown
 
-_FORMAL = "%"
-
 
 def decode_pieces(
     record: Record, blobs: Mapping[str, bytes]
@@ -107,7 +105,7 @@ class _GraphCheck:
             ):
                 if archived != here:
                     self.problems.append(Problem(f"{where}.{name}", archived[:12], f"{here[:12]} in its object"))
-            self._check_names(where, found.columns)
+            self._check_names(where, found.columns, self._named(calls[0]))
             for call in calls:
                 self._check_bindings(f"{self._where}.calls[{graph.calls.index(call)}]", call, found.columns)
             yield found.columns
@@ -130,12 +128,12 @@ class _GraphCheck:
                 if mine != theirs
             ]
 
-    def _check_names(self, where: str, columns: GraphColumns) -> None:
+    def _check_names(self, where: str, columns: GraphColumns, named: Mapping[str, str]) -> None:
         """Nothing that differs from call to call, or holds anything from run to run, is named by itself."""
         self.problems += [
             Problem(where, shown(name), f"a {self._regions[name].kind} that is not of its call")
             for name in columns.names.regions
-            if not name.startswith(_FORMAL) and self._regions[name].kind != "scratch"
+            if name not in named and self._regions[name].kind != "scratch"
         ]
 
     def _check_bindings(self, where: str, call: Call, columns: GraphColumns) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 from graphpack import golden, lockstep
 from graphpack.archive.piecewise import PiecewiseSettings, tensor_regions
@@ -16,12 +18,11 @@ from graphpack.archive.record import Settings
 from graphpack.backends.cuda import capture_pieces as pieces
 from graphpack.backends.cuda.capture import ModuleTensors
 from graphpack.backends.cuda.recorder import MemoryRecorder
-from graphpack.errors import CaptureRefusedError
 from graphpack.graph import Chunk, TensorSpec
+from graphpack.models.operations import slot_attention
 from graphpack.models.registry import resolve
 from graphpack.models.step import StepModel
 from graphpack.split_operations import DEFAULT_SPLIT
-from graphpack.splitting import prefill_of, split
 from tests.piecewise.split_model import SplitModel
 
 SLOTS, SEQ_LEN = 3, 64
@@ -56,7 +57,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> FakeRecorder:
         for position, call in enumerate(graph.calls):
             if call.piece is not None:
                 module = found.pieces[call.piece].module
-                runs[position] = FakeGraph(lambda call=call, module=module: self._run(graph, call, module))
+                runs[position] = FakeGraph(partial(self._run, graph, call, module))
         return runs
 
     monkeypatch.setattr(pieces._Capture, "_capture", capture)
@@ -169,59 +170,59 @@ def test_a_model_of_ones_own(recorder: FakeRecorder) -> None:
         assert "parts.table" in one.graph.bindings
 
 
-class Scaled(torch.nn.Module):
-    """Two layers that differ in a number alone, and a literal tensor."""
+class Scaled(nn.Module):
+    """Layers that differ in a number alone, and a literal tensor."""
 
-    def __init__(self, second: float) -> None:
+    def __init__(self, *numbers: float) -> None:
         super().__init__()
-        self.numbers = (1.5, second)
+        self.numbers = numbers
 
-    def forward(self, token_ids: Any, positions: Any, slots: Any, ends: Any, keys: Any, values: Any) -> torch.Tensor:
-        from graphpack.models.operations import slot_attention
-
+    def forward(self, token_ids: Tensor, positions: Tensor, slots: Tensor, ends: Tensor, *state: Tensor) -> Tensor:
         x = token_ids[:, None].float().repeat(1, 8)
         for number in self.numbers:
-            x = slot_attention(x.view(-1, 1, 8), x.view(-1, 1, 8), x.view(-1, 1, 8), positions, slots, keys, values, 0)
-            x = x * number
-        return x.index_select(0, ends) + torch.tensor([1.0] * 8)
+            split = x.view(-1, 1, 8)
+            x = slot_attention(split, split, split, positions, slots, *state, 0) * number
+        shifted: Tensor = x.index_select(0, ends) + torch.tensor([1.0] * 8)
+        return shifted
 
 
-@pytest.mark.parametrize(("second", "different"), [(1.5, 2), (2.5, 2)])
-def test_numbers_are_part_of_what_was_traced(second: float, different: int) -> None:
-    tokens = torch.zeros(4, dtype=torch.int64)
-    state = [torch.zeros(SLOTS, 1, SEQ_LEN, 8)] * 2
-    from graphpack.backends.cpu.export import trace_examples
+class ScaledModel(SplitModel):
+    """A prefill of such layers."""
 
-    inputs = [TensorSpec(name=n, dtype="int64", shape=(4,)) for n in ("token_ids", "positions", "slots")]
-    inputs.append(TensorSpec(name="ends", dtype="int64", shape=(2,)))
-    specs = [TensorSpec(name=n, dtype="float32", shape=(SLOTS, 1, SEQ_LEN, 8)) for n in ("keys", "values")]
-    module = Scaled(second)
-    program = trace_examples(
-        module, (tokens, tokens, tokens, tokens[:2], state[0], state[1].clone()), frozenset()
-    ).program
-    out = [TensorSpec(name="logits", dtype="float32", shape=(2, 8))]
-    found = split(program, inputs, specs, out, ["slot_attention"])
-    digests = [pieces.traced_digest(piece) for piece in found.pieces]
-    assert len(digests) == 3
-    other = split(
-        trace_examples(
-            Scaled(1.5), (tokens, tokens, tokens, tokens[:2], state[0], state[1].clone()), frozenset()
-        ).program,
-        inputs,
-        specs,
-        out,
-        ["slot_attention"],
-    )
-    same = [pieces.traced_digest(piece) for piece in other.pieces]
-    assert digests[0] == same[0]
-    assert (digests[2] == same[2]) == (second == 1.5)
-    assert different == 2
+    def __init__(self, *numbers: float) -> None:
+        super().__init__()
+        self.numbers = numbers
+
+    def prefill_module(self) -> nn.Module:
+        return Scaled(*self.numbers)
+
+    def prefill_outputs(self, chunk: Chunk) -> tuple[TensorSpec, ...]:
+        return (TensorSpec(name="logits", dtype="float32", shape=(chunk.rows, 8)),)
+
+    def state(self, slots: int, seq_len: int) -> tuple[TensorSpec, ...]:
+        return tuple(
+            TensorSpec(name=name, dtype="float32", shape=(slots, 1, seq_len, 8)) for name in ("keys", "values")
+        )
 
 
-def test_a_model_without_a_prefill_is_refused() -> None:
-    with pytest.raises(CaptureRefusedError, match="no prefill"):
-        prefill_of(cast("StepModel", SimpleNamespace()))
+def scaled(*numbers: float) -> pieces.CapturedChunk:
+    return Captured(FakeRecorder(), cast("StepModel", ScaledModel(*numbers)), frozenset(), {}).chunks[0]
 
 
-def _unused() -> Iterator[np.ndarray]:
-    yield from ()
+@pytest.mark.usefixtures("recorder")
+def test_numbers_are_part_of_what_was_traced() -> None:
+    alike, other = list(scaled(1.5, 1.5, 2.0).traced.values()), list(scaled(1.5, 2.5, 2.0).traced.values())
+    assert alike[1] == alike[2]
+    assert other[1] == alike[1]
+    assert other[2] not in alike
+
+
+@pytest.mark.usefixtures("recorder")
+def test_a_literal_is_a_constant_of_its_token_count() -> None:
+    one = scaled(1.5)
+    (name,) = one.graph.calls[-1].bindings
+    assert name.startswith("4 tokens/")
+    assert one.tensors[name].tolist() == [1.0] * 8
+    given = {"token_ids": np.array([3, 0, 0, 0]), "positions": np.arange(4), "ends": np.array([0, 0])}
+    logits = one.step({**given, "slots": np.array([0, 0, 0, SLOTS - 1])})
+    assert logits[0].tolist() == [3 * 1.5 + 1] * 8

@@ -254,3 +254,22 @@ def test_no_region_that_is_not_there(captured: Captured) -> None:
     with pytest.raises(CorruptArchiveError, match="no region of the layout has this name"):
         piece_columns.decode(data, "piece", captured.regions)
     assert np.array_equal(columns.words["offset"], [0, 0, 0, 64])
+
+
+def test_what_not_all_calls_have_is_left_over(captured: Captured) -> None:
+    """An address of memory that the call was given, where others have a number: nobody can have read it."""
+    at = tensor_regions(captured.split)
+    for position, call in captured.calls.items():
+        captured.left_over[position] = 5
+        if position == 4:
+            captured.left_over[position] = BASE + captured.offsets[at[call.inputs[0]]]
+    found, ((columns, _),) = captured.stitched()
+    assert pieces_of(found) == [0] * 5
+    assert columns.words["at"].tolist() == [0, 8, 16]
+    captured = Captured()
+    captured.left_over = dict.fromkeys(captured.calls, 5)
+    captured.left_over[4] = BASE + captured.offsets[at[captured.calls[4].inputs[0]]]
+    captured.traced[4] = TWOS
+    found, pieces = captured.stitched()
+    assert pieces_of(found) == [0, 0, 1, 0, 0]
+    assert pieces[1][0].words["at"].tolist() == [0, 8, 16, 24], "of a piece that is called once, nobody can tell"
