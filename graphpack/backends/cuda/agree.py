@@ -65,7 +65,7 @@ def finish(
     _check_bindings(records, names)
     for one in stitched:
         check_read(one.graph, names, {}, {})
-    regions = _ordered(records, encoded.regions, stored_specs(weights), dtype, [one.graph for one in stitched])
+    regions = _ordered(records, encoded.regions, stored_specs(weights), dtype, [one.graph for one in stitched], specs)
     return CapturedEntry(
         graphs=graphs,
         piecewise=tuple(stitched),
@@ -184,12 +184,13 @@ def _ordered(
     stored: Mapping[str, TensorSpec],
     dtype: str,
     piecewise: Sequence[PiecewiseGraph] = (),
+    state: Sequence[TensorSpec] = (),
 ) -> tuple[Region, ...]:
     """The layout's regions in the order that a reader expects, scratch last.
 
     Raises CaptureRefusedError for a tensor that is not what the reader will expect in its place.
     """
-    expected = expected_regions(graphs, stored, constant_specs(regions), dtype, piecewise)
+    expected = expected_regions(graphs, stored, constant_specs(regions), dtype, piecewise, state)
     places = {region.name: region for region in regions}
     found = [places[region.name] for region in expected]
     problems = [

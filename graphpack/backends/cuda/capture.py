@@ -123,14 +123,17 @@ def capture(
     tensors: ModuleTensors,
     done: Captured,
     stream: torch.cuda.Stream | None = None,
+    *,
+    steps: bool = True,
 ) -> tuple[list[CapturedBucket], dict[str, torch.Tensor]]:
     """Capture every bucket, the largest first so that what does not fit fails early; and the state they share.
-    On `stream`, or one of its own.
+    On `stream`, or one of its own. Without `steps` the state alone is made.
 
     Raises CaptureRefusedError naming the model's source line.
     """
     refuse_modes("cuda")
-    buckets = sorted((Bucket(b, s) for s in settings.seq_lens for b in settings.batch_sizes), reverse=True)
+    sizes = ((b, s) for s in settings.seq_lens for b in settings.batch_sizes) if steps else ()
+    buckets = sorted((Bucket(*size) for size in sizes), reverse=True)
     modules = [step.module_for(bucket) for bucket in buckets]
     for module in modules:
         tensors.place(module)

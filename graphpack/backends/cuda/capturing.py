@@ -101,18 +101,22 @@ class CudaCapturing:
         from graphpack.backends.cuda.capture import ModuleTensors, capture
         from graphpack.backends.cuda.capture_pieces import CapturedChunk, capture_pieces
         from graphpack.backends.cuda.recorder import MemoryRecorder
+        from graphpack.group import together
 
         step = model.build(source, dtype)
         recorder = MemoryRecorder(self._index, f"{weights.root} {settings_digest(settings)}")
         tensors = ModuleTensors(recorder, frozenset(source.tensors), source.aliases)
         try:
             stream = torch.cuda.Stream(recorder.device)  # type: ignore[no-untyped-call]
-            captured, state = capture(recorder, step, settings, tensors, done, stream)
             pieces: list[CapturedChunk] = []
             under = ""
-            if piecewise is not None:
-                pieces = capture_pieces(recorder, step, settings, piecewise, tensors, state, stream, done)
-                under = piecewise_digest(settings, piecewise)
+            with together("compile"):
+                # Ranks run decode steps in pieces.
+                steps = model.part is None
+                captured, state = capture(recorder, step, settings, tensors, done, stream, steps=steps)
+                if piecewise is not None:
+                    pieces = capture_pieces(recorder, step, settings, piecewise, tensors, state, stream, done)
+                    under = piecewise_digest(settings, piecewise)
             eager = run_eagerly(step.state(settings.slots, max(settings.seq_lens)), recorder.device)
             # A factory's model is of the dtype that its author gave it.
             compiled = settings.compile and dtype != "float32" and model.source != "factory"
