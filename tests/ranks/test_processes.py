@@ -175,6 +175,46 @@ def test_what_one_rank_cannot_do_all_are_told(ranks: Ranks, kept: Path, tmp_path
         assert error["message"].startswith("rank 1 of 2: no such directory: ")
 
 
+def test_ranks_that_were_asked_for_other_things_do_not_save(ranks: Ranks, tmp_path: Path) -> None:
+    options = ("--mode", "piecewise", "--token-counts", "1", "--format", "json")
+    ended = ranks(GRAPHPACK, "save", "tiny-qwen3", tmp_path / "archive", *options, "--seq-lens", ["16", "32"])
+    for one in ended:
+        error = error_of(one)
+        assert error["code"] == 8
+        assert error["message"] == "the ranks do not agree: settings of rank 1 is not that of rank 0"
+    assert not (tmp_path / "archive").exists()
+
+
+WRITES = """
+import os, sys
+from types import SimpleNamespace
+import graphpack.capture as c
+from graphpack.__main__ import main
+from graphpack.archive.oci import GOLDEN_TYPE
+from graphpack.errors import OutputsDifferError
+
+def write(archive, *_):
+    archive.put_blob(b"what a rank has written" + os.environ["RANK"].encode(), GOLDEN_TYPE)
+    return SimpleNamespace(ref=None, record=None, bytes=0)
+
+def prove(self, *_):
+    if os.environ["RANK"] == "1":
+        raise OutputsDifferError("they differ")
+
+c._Save._capture, c.write_entry, c._Save._prove = lambda *_: None, write, prove
+c._Save._commit = lambda *_: sys.exit("committed")
+sys.exit(main())
+"""
+
+
+def test_a_rank_whose_proof_fails_keeps_all_from_committing_and_nothing_is_left(ranks: Ranks, tmp_path: Path) -> None:
+    options = ("--mode", "piecewise", "--token-counts", "1", "--format", "json")
+    for one in ranks(WRITES, "save", "tiny-qwen3", tmp_path / "archive", *options):
+        error = error_of(one)
+        assert (error["code"], error["message"]) == (10, "rank 1 of 2: they differ")
+    assert not (tmp_path / "archive").exists()
+
+
 KILLED = """
 import os, signal, sys
 from graphpack.__main__ import main
