@@ -30,6 +30,7 @@ from graphpack.errors import (
     LayoutMismatchError,
     Problem,
     RankLostError,
+    StorageError,
     WeightsMismatchError,
     from_dict,
 )
@@ -105,7 +106,8 @@ class Group:
             return self._told_failure() or self._fail(RankLostError(f"{what}: {error}", getattr(error, "problems", ())))
         if isinstance(error, GraphpackError):
             return error if error is self._ended else self._fail(error)
-        self._fail(GraphpackError(f"{type(error).__name__} in {what}: {error}"))
+        if self._ended is None:  # else an inner one has told it
+            self._fail(_typed(error, what))
         return error
 
     @contextmanager
@@ -120,7 +122,7 @@ class Group:
             yield
         finally:
             self._armed = False
-            signal.signal(signal.SIGURG, before)
+            signal.signal(signal.SIGURG, before or signal.SIG_DFL)  # None for one that is not Python's
 
     def _break_off(self, _number: int, _frame: FrameType | None) -> None:
         if not self._deaf:
@@ -290,6 +292,14 @@ class Group:
             if threading.current_thread() is self._watching:
                 raise
             raise self._gone(0, "holds the store where ranks meet, and is gone") from error
+
+
+def _typed(error: BaseException, what: str) -> GraphpackError:
+    """What other ranks are told of an error that is none of graphpack's own: what the command line makes of it."""
+    if not isinstance(error, Exception):
+        return RankLostError(f"stopped in {what}: {error or type(error).__name__}")
+    kind = StorageError if isinstance(error, (OSError, MemoryError)) else GraphpackError
+    return kind(f"{type(error).__name__} in {what}: {error}")
 
 
 def _differences(told: Sequence[Mapping[str, Any]]) -> list[Problem]:

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import WORK, Report, child, expect, main
+from harness import WORK, Report, child, expect, graphpack, main
 
 from graphpack.proof import free_port
 
@@ -164,24 +164,26 @@ def answers(ended: list[tuple[int, str, str, float]]) -> list[Any]:
 
 def two(report: Report) -> None:
     for name in MODELS:
-        archive = WORK / f"two-{name}"
-        shutil.rmtree(archive, ignore_errors=True)
+        archive, checkpoint = WORK / f"two-{name}", WORK / f"two-{name}-weights"
+        for folder in (archive, checkpoint):
+            shutil.rmtree(folder, ignore_errors=True)
+        with report.check(f"{name}: a checkpoint"):
+            report.put(f"{name}: checkpoint", graphpack("models", "make", name, str(checkpoint)))
         with report.check(f"{name}: save"):
-            _save(report, name, archive)
+            _save(report, name, archive, checkpoint)
         with report.check(f"{name}: restore, verified"):
             for rank, one in enumerate(answers(ranks([RANK] * SIZE, str(archive), "verify"))):
                 report.put(f"{name}: rank {rank}, verified", one["verified"])
         with report.check(f"{name}: the tokens of one GPU"):
-            _compare(report, name, archive)
+            _compare(report, name, archive, checkpoint)
     with report.check("one of two ranks is killed"):
         _killed(report, WORK / f"two-{MODELS[0]}")
 
 
-def _save(report: Report, name: str, archive: Path) -> None:
-    options = ("--mode", "piecewise", "--device", DEVICE, "--batch-sizes", BATCHES, "--token-counts", COUNTS)
-    ended = ranks(
-        [GRAPHPACK] * SIZE, "save", name, str(archive), *options, "--seq-lens", str(SEQ_LEN), "--format", "json"
-    )
+def _save(report: Report, name: str, archive: Path, checkpoint: Path) -> None:
+    options = ["--mode", "piecewise", "--device", DEVICE, "--batch-sizes", BATCHES, "--token-counts", COUNTS]
+    options += ["--seq-lens", str(SEQ_LEN), "--dtype", DTYPE, "--name", name, "--format", "json"]
+    ended = ranks([GRAPHPACK] * SIZE, "save", str(checkpoint), str(archive), *options)
     saved = answers(ended)
     report.put(f"{name}: save s", [round(seconds, 2) for *_, seconds in ended])
     report.put(f"{name}: stages", saved[0]["stages"])
@@ -189,14 +191,14 @@ def _save(report: Report, name: str, archive: Path) -> None:
     expect(all(one["action"] == "saved" for one in saved), str(saved))
 
 
-def _compare(report: Report, name: str, archive: Path) -> None:
+def _compare(report: Report, name: str, archive: Path, checkpoint: Path) -> None:
     here, there = answers(ranks([RANK] * SIZE, str(archive), "plain"))
     for rank, one in enumerate((here, there)):
         figures = ("load s", "first token after s", "step ms", "stages", "weights", "notes", "runs")
         report.put(f"{name}: rank {rank}", {key: one[key] for key in figures})
         expect(one["captures"] == 0 and not one["tracer"], "a load captured")
     expect(here["tokens"] == there["tokens"], "the ranks have other tokens")
-    one = child(ONE, name, DEVICE, DTYPE, timeout=200)
+    one = child(ONE, str(checkpoint), DEVICE, DTYPE, timeout=200)
     tolerance = _tolerance(archive)
     same = []
     for text, wanted, margins in zip(here["tokens"], one["tokens"], one["margins"], strict=True):

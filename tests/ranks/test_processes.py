@@ -243,6 +243,17 @@ def test_a_rank_killed_in_a_save_ends_the_others_at_once_and_leaves_no_entry(ran
     assert not (tmp_path / "archive" / "index.json").exists()
 
 
+def test_a_rank_that_is_asked_to_stop_stops_the_others_and_nothing_is_left(ranks: Ranks, tmp_path: Path) -> None:
+    programs = [KILLED.format(setup=IN_SAVE.format(act=act)) for act in (WAITS, DIES.replace("SIGKILL", "SIGTERM"))]
+    options = ("--mode", "piecewise", "--batch-sizes", "1", "--token-counts", "1", "--format", "json")
+    other, stopped = ranks(programs, "save", "tiny-qwen3", tmp_path / "archive", *options)
+    assert error_of(stopped)["code"] == 143
+    error = error_of(other)
+    assert (error["code"], error["message"]) == (12, "rank 1 of 2: stopped in compile: SIGTERM")
+    assert other.seconds - stopped.seconds < LIMIT
+    assert not (tmp_path / "archive").exists()
+
+
 def assert_ends_with(ended: list[Ended], killed: int) -> None:
     other = ended[1 - killed]
     error = error_of(other)
