@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from graphpack.archive.piecewise import Call, PiecewiseGraph, places, tensor_regions
+from graphpack.archive.record import Record
 from graphpack.backends import UNWRITTEN
 from graphpack.backends.cuda import columns as c
-from graphpack.backends.cuda import piece_columns
+from graphpack.backends.cuda import piece_columns, pieces_check
 from graphpack.backends.cuda.audit import RegionMap
 from graphpack.backends.cuda.driver import Driver
 from graphpack.backends.cuda.encode import encode_graph, limits_of
@@ -273,3 +276,38 @@ def test_what_not_all_calls_have_is_left_over(captured: Captured) -> None:
     found, pieces = captured.stitched()
     assert pieces_of(found) == [0, 0, 1, 0, 0]
     assert pieces[1][0].words["at"].tolist() == [0, 8, 16, 24], "of a piece that is called once, nobody can tell"
+
+
+def checked(captured: Captured, split: PiecewiseGraph, regions: Sequence[Region]) -> list[str]:
+    """What a reader says to the one piece of the captured calls, as a graph and a layout describe it."""
+    found, ((columns, traced),) = captured.stitched()
+    data = piece_columns.encode(PieceColumns(columns=columns, traced=traced, settings=TWOS, stitching=split.topology))
+    described = replace(split, pieces=found.pieces)
+    record = cast("Record", SimpleNamespace(layout=SimpleNamespace(regions=tuple(regions))))
+    check = pieces_check._GraphCheck("graph", described, record, pieces_check.Neighbours(regions))
+    list(check.decode({UNWRITTEN: data}))
+    return [f"{problem.where}: {problem.archived}, {problem.here}" for problem in check.problems]
+
+
+def test_a_reader_asks_the_same_of_every_call(captured: Captured) -> None:
+    found, _ = captured.stitched()
+    assert checked(captured, found, captured.regions) == []
+    other = [replace(one, shape=(8, 8)) if one.name == "w3" else one for one in captured.regions]
+    assert checked(captured, found, other) == ["graph.pieces[0]: w3: float32 [8, 8], float32 [64] in its first call"]
+    calls = [replace(one, bindings=(*one.bindings, "w0")) if one.piece is not None else one for one in found.calls]
+    more = checked(captured, replace(found, calls=tuple(calls)), captured.regions)
+    assert more == [f"graph.calls[{at}].bindings: w0, its piece does not point at it" for at in (2, 4, 6, 8)]
+
+
+def test_constants_that_a_piece_may_reach_are_bound(captured: Captured) -> None:
+    """One in the allocation of the scratch memory that it uses."""
+    scratch = captured.regions[-1]
+    table = raw("constant", "live.0", (scratch.offset + scratch.bytes, 64))
+    captured.regions = (*captured.regions, table)
+    found, _ = captured.stitched()
+    assert [call.bindings for call in found.calls if call.piece is not None] == [(f"w{n}", "live.0") for n in range(5)]
+    assert checked(captured, found, captured.regions) == []
+    calls = [replace(one, bindings=one.bindings[:1]) if one.piece is not None else one for one in found.calls]
+    less = checked(captured, replace(found, calls=tuple(calls)), captured.regions)
+    assert less[0] == "graph.calls[0].bindings: no live.0, its piece may reach it"
+    assert len(less) == 5
