@@ -143,6 +143,43 @@ print(json.dumps({"largest difference": worst, "other tokens": wrong, "prompts":
 """
 )
 
+# Pieces of one token count for which the same was traced, and what keeps them from being one.
+DIFFERENCES = """
+import json, sys
+import numpy as np
+from graphpack.archive.piecewise import graphs_of
+from graphpack.archive.store import Archive
+from graphpack.backends.cuda.piece_columns import call_regions, decode, renamed
+archive = Archive.open(sys.argv[1]); record = archive.find(None)[0].record
+blobs = {blob.digest: blob for blob in record.blobs}; regions = {one.name: one for one in record.layout.regions}
+said = {}
+for graph in graphs_of(record):
+    groups = {}
+    for number, piece in enumerate(graph.pieces):
+        own = renamed(regions, call_regions(graph, graph.call_of(number)))
+        found = decode(archive.read_blob(blobs[piece.object]), "piece", [*regions.values(), *own])
+        groups.setdefault(found.traced, []).append((number, found.columns))
+    rows = []
+    for (first, one), *others in groups.values():
+        def words(columns):
+            names = columns.names.regions
+            return {int(w["at"]): (names[int(w["region"])], int(w["offset"])) for w in columns.words}
+        for number, other in others[:2]:
+            if one.names.kernels != other.names.kernels or not np.array_equal(one.launches, other.launches):
+                rows.append([first, number, "other kernels or launches", len(one.kinds), len(other.kinds)])
+                continue
+            here, there = words(one), words(other)
+            for at in [at for at in sorted({*here, *there}) if here.get(at) != there.get(at)][:8]:
+                launch = int(np.searchsorted(one.blocks, at, side="right")) - 1
+                kernel = one.names.kernels[int(one.launches["kernel"][launch])]
+                rows.append([first, number, kernel.name[:80], at - int(one.blocks[launch]), here.get(at), there.get(at)])
+            same = [name for name in ("kinds", "edges", "attributes", "memcpys", "memsets")
+                    if not np.array_equal(getattr(one, name), getattr(other, name))]
+            if same: rows.append([first, number, "other", same])
+    said[graph.token_count] = rows
+print(json.dumps(said))
+"""
+
 # Restored, eager and compiled in turn, in one process. Eager is the decoder with torch's own causal attention.
 RACE = """
 import json, os, statistics, sys, time
@@ -253,6 +290,9 @@ def saved(report: Report, model: str, archive: Path, *options: str) -> Any:
         raise SystemExit(report.finish() or 1)
     report.put(f"save {archive.name}", {key: answer[key] for key in ("stages", "wall", "notes", "bytes_written")})
     report.put(f"pieces {archive.name}", answer["piecewise"])
+    if DEVICE == "cuda":
+        with report.check(f"{archive.name}: why pieces are not one"):
+            report.put(f"differences {archive.name}", child(DIFFERENCES, str(archive), timeout=60))
     return answer
 
 
