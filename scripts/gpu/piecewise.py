@@ -172,7 +172,8 @@ for graph in graphs_of(record):
             for at in [at for at in sorted({*here, *there}) if here.get(at) != there.get(at)][:8]:
                 launch = int(np.searchsorted(one.blocks, at, side="right")) - 1
                 kernel = one.names.kernels[int(one.launches["kernel"][launch])]
-                rows.append([first, number, kernel.name[:80], at - int(one.blocks[launch]), here.get(at), there.get(at)])
+                byte = at - int(one.blocks[launch])
+                rows.append([first, number, kernel.name[:80], byte, here.get(at), there.get(at)])
             same = [name for name in ("kinds", "edges", "attributes", "memcpys", "memsets")
                     if not np.array_equal(getattr(one, name), getattr(other, name))]
             if same: rows.append([first, number, "other", same])
