@@ -58,6 +58,10 @@ class Exchange:
                 staging.part(slot.place, size)[:] = value.reshape(-1).view(np.uint8)
                 self._driver.copy_to_device_async(slot.address, staging.address + slot.place, size, self._memory.stream)
 
+    def prepare(self) -> None:
+        """Have the room on the host through which inputs and outputs go."""
+        self._memory.staging(self._size)
+
     def receive(self) -> dict[str, np.ndarray]:
         """Wait for everything on the stream, and for the outputs, which the next run overwrites."""
         staging, stream = self._memory.staging(self._size), self._memory.stream
@@ -99,7 +103,7 @@ class CudaGraph:
     def prepare_step(self) -> None:
         """Have all that a first step needs."""
         self.prepare()
-        self._memory.staging(self._size)
+        self._exchange.prepare()
 
     def launch(self) -> None:
         """Put one launch on the memory's stream, and do not wait for it."""
