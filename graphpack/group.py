@@ -239,9 +239,8 @@ class Group:
                 self._lost, broken = 0, True
             if broken and not self._over.is_set():
                 _stop_waiting()
-                if self._armed:
+                if self._armed and not self._deaf:  # else once it waits for something again
                     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
-                return
 
     def _silent(self, rank: int) -> bool:
         """Whether a rank has neither left nor said for long that it lives."""
