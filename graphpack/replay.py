@@ -77,6 +77,11 @@ class RestoredModel:
         """Whether `update_weights` was called: the checkpoint is no longer what the weights are."""
 
     @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """What a step of the smallest bucket takes."""
+        return self._graphs[self.buckets[0]][0].inputs
+
+    @property
     def slots(self) -> int:
         """How many rows the state of a decode entry holds, which is how many can be in progress at once."""
         return self._slots.count
@@ -162,8 +167,7 @@ class RestoredModel:
         with self._lock:
             self._require_open()
             checked = self._prefill.check(prompts, slots, positions)
-            dtype = self._graphs[self.buckets[0]][0].outputs[0].dtype
-            return Tensor(self._prefill.run(*checked), dtype)
+            return Tensor(self._prefill.run(*checked), self._graphs[self.buckets[0]][0].outputs[0].dtype)
 
     def _count(self, bucket: Bucket, padding: int) -> None:
         if not self._replays:
@@ -358,7 +362,7 @@ class RestoredModel:
     def _require_decode(self) -> None:
         self._require_open()
         if not all(is_decode(graph.inputs) for graph, _ in self._graphs.values()):
-            names = ", ".join(spec.name for spec in next(iter(self._graphs.values()))[0].inputs)
+            names = ", ".join(spec.name for spec in self.inputs)
             raise InputError("this entry is not a decode step; call replay", [Problem("inputs", names)])
 
     def _check(

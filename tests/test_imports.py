@@ -24,16 +24,18 @@ ORDER = """
     interpreter
     configuration configuration.yaml_file configuration.keys configuration.reader configuration.environment
     configuration.config
-    archive archive.glance archive.record archive.piecewise archive.codec archive.limits archive.oci archive.owner
-    archive.files archive.lock archive.looks archive.finding archive.check archive.permissions archive.keys
-    archive.signature archive.reading archive.ahead archive.store archive.collect archive.trust archive.remembered
+    archive archive.glance archive.record archive.piecewise archive.ranks archive.codec archive.limits archive.oci
+    archive.owner archive.files archive.lock archive.looks archive.finding archive.check archive.permissions
+    archive.keys archive.signature archive.reading archive.ahead archive.store archive.collect archive.trust
+    archive.remembered
     archive.validate
     identity identity.environment identity.cpu_isa identity.digests identity.weights identity.layout identity.compat
     identity.agreement
     models models.step models.safetensors models.seeded models.weights models.blocks models.architecture models.specs
-    models.checkpoint models.presets models.operations models.experts models.decoder
+    models.sharding models.checkpoint models.presets models.attention models.operations models.experts models.decoder
+    models.ranked
     models.factory models.registry models.locate models.tokenizer
-    regions tensor golden backends lockstep modes splitting
+    ranks group regions tensor golden backends lockstep modes splitting
     backends.inductor_cache
     backends.cpu.policy backends.cpu.memory backends.cpu.runtime backends.cpu.stitched backends.cpu.restore
     backends.cpu
@@ -42,16 +44,18 @@ ORDER = """
     backends.cuda.structs backends.cuda.libcuda backends.cuda.driver backends.cuda.device
     backends.cuda.attributes backends.cuda.columns_check backends.cuda.columns backends.cuda.builder
     backends.cuda.host backends.cuda.host_weights backends.cuda.heap backends.cuda.images backends.cuda.spans
-    backends.cuda.bindings backends.cuda.graphs_check backends.cuda.placement
+    backends.cuda.bindings backends.cuda.piece_columns backends.cuda.pieces_check
+    backends.cuda.graphs_check backends.cuda.placement
     backends.cuda.arena
     backends.cuda.rebuild backends.cuda.ring backends.cuda.upload backends.cuda.relay
-    backends.cuda.device_memory backends.cuda.executable
+    backends.cuda.device_memory backends.cuda.executable backends.cuda.operations backends.cuda.stitched
     backends.cuda.session backends.cuda.restore
     backends.cuda
     backends.cuda.cubin backends.cuda.image_file backends.cuda.trim
-    backends.cuda.listener backends.cuda.walk backends.cuda.audit backends.cuda.encode
+    backends.cuda.listener backends.cuda.walk backends.cuda.audit backends.cuda.encode backends.cuda.encode_pieces
     backends.cuda.space backends.cuda.memory backends.cuda.recorder
-    backends.cuda.watch backends.cuda.capture backends.cuda.agree backends.cuda.capturing
+    backends.cuda.watch backends.cuda.capture backends.cuda.capture_pieces
+    backends.cuda.agree backends.cuda.capturing
     trust_settings inputs dispatch slots eager fallback prefill
     weight_update trials replay restore completeness opening budget pool
     sampling generate
@@ -63,14 +67,17 @@ ORDER = """
     __main__
 """.split()  # noqa: SIM905 - rows are read more easily than seventy lines
 
-# The way of `save`, of steps that no graph was captured for, and of what runs between pieces. All other modules know
-# torch neither at their top nor in their functions.
+# The way of `save`, of steps that no graph was captured for, of what runs between pieces, and of ranks. All other
+# modules know torch neither at their top nor in their functions.
 MAY_USE_TORCH = {
     "torch_arrays",
+    "models.attention",
     "models.operations",
     "models.experts",
     "models.decoder",
+    "models.ranked",
     "models.factory",
+    "group",
     "lockstep",
     "modes",
     "splitting",
@@ -81,10 +88,12 @@ MAY_USE_TORCH = {
     "backends.cpu.pieces",
     "backends.cpu.agree",
     "backends.cpu.capturing",
+    "backends.cuda.operations",
     "backends.cuda.memory",
     "backends.cuda.recorder",
     "backends.cuda.watch",
     "backends.cuda.capture",
+    "backends.cuda.capture_pieces",
     "backends.cuda.agree",
     "backends.cuda.capturing",
     "eager",
@@ -94,11 +103,15 @@ MAY_USE_TORCH = {
 # The doors to that way: functions that import it when they are called.
 DOORS = {
     ("models.registry", "models.decoder"),
+    ("models.registry", "models.ranked"),
     ("models.registry", "models.factory"),
     ("cli.save", "capture"),
     ("fallback", "eager"),
     ("backends.cpu.stitched", "models.operations"),
     ("backends.cpu.stitched", "torch_arrays"),
+    ("opening", "group"),
+    ("proof", "group"),
+    ("backends.cuda.stitched", "backends.cuda.operations"),
 }
 
 MAY_START_PROCESSES = {"backends.cpu.compile", "jobs", "proof"}

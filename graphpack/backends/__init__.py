@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from graphpack.archive.piecewise import PiecewiseGraph, PiecewiseSettings
     from graphpack.archive.record import Environment, Graph, Layout, Record, Settings, Weights
-    from graphpack.graph import Bucket, Chunk, Region
+    from graphpack.graph import Bucket, Region, Shape
     from graphpack.identity.environment import CudaDevice, Host
     from graphpack.identity.weights import Carrier
     from graphpack.models.registry import ResolvedModel
@@ -212,7 +212,7 @@ class CapturedEntry:
     notes: tuple[str, ...] = ()
 
 
-Captured = Callable[["Bucket | Chunk", int, float], None]
+Captured = Callable[["Shape", int, float], None]
 """Told of each bucket and each token count that was captured: its nodes and the seconds it took."""
 
 
