@@ -85,7 +85,6 @@ MAY_USE_TORCH = {
     "backends.cpu.export",
     "backends.cpu.compile",
     "backends.cpu.capture",
-    "backends.cpu.pieces",
     "backends.cpu.agree",
     "backends.cpu.capturing",
     "backends.cuda.operations",

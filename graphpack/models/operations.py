@@ -133,7 +133,7 @@ def _(hidden: Tensor, *_others: Any) -> Tensor:
     return torch.empty_like(hidden)
 
 
-@torch.library.custom_op(SPLIT_OPERATIONS["all_reduce"].qualified, mutates_args=(), schema="(Tensor partial) -> Tensor")
+@library.custom_op(SPLIT_OPERATIONS["all_reduce"].qualified, mutates_args=(), schema="(Tensor partial) -> Tensor")
 def all_reduce(partial: Tensor) -> Tensor:
     """The sum of what all ranks give, the same bits on each: `partial` of any shape -> the same shape.
 

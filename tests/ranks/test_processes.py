@@ -98,7 +98,7 @@ from pathlib import Path
 from graphpack import capture
 from graphpack.archive.ranks import part_of
 from graphpack.archive.store import Archive
-from graphpack.backends.cpu import pieces
+from graphpack.backends.cpu import capture as compiling
 from graphpack.backends.cpu.policy import object_name
 from graphpack.elf import parse
 from graphpack.results import SaveRequest
@@ -112,8 +112,8 @@ for entry in kept.find(None):
         content = kept.read_blob(blob)
         if content.startswith(b"\\x7fELF"):
             objects[parse(content).soname] = content
-build = pieces.build
-pieces.build = lambda directory, name, stop: objects.get(name) or build(directory, name, stop)
+build = compiling.build
+compiling.build = lambda directory, name, stop: objects.get(name) or build(directory, name, stop)
 
 request = SaveRequest(
     model="tiny-qwen3", archive=Path(sys.argv[2]), cpu_isa="avx2", mode="piecewise",

@@ -54,8 +54,9 @@ def without_left_over(columns: Mapping[int, GraphColumns], traced: Mapping[int, 
     kernels: what a kernel reads is there in each of them, so such a word is left over from what ran before."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for position, one in columns.items():
-        tables = (one.kinds, one.launches, one.memsets[["value", "width"]], one.memcpys[["width"]], one.edges)
-        shape = tuple(np.ascontiguousarray(table).tobytes() for table in tables)
+        # Field by field: rows of several fields are a view, whose bytes are those of all.
+        tables = (one.kinds, one.launches, one.memsets["value"], one.memsets["width"], one.memcpys["width"], one.edges)
+        shape = tuple(table.tobytes() for table in tables)
         groups.setdefault((traced[position], one.names.kernels, one.names.images, shape), []).append(position)
     found = dict(columns)
     for group in groups.values():

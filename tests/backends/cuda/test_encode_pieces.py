@@ -14,7 +14,7 @@ from graphpack.archive.piecewise import Call, PiecewiseGraph, places, tensor_reg
 from graphpack.archive.record import Record
 from graphpack.backends import UNWRITTEN
 from graphpack.backends.cuda import columns as c
-from graphpack.backends.cuda import piece_columns, pieces_check
+from graphpack.backends.cuda import piece_columns, pieces_check, structs
 from graphpack.backends.cuda.audit import RegionMap
 from graphpack.backends.cuda.driver import Driver
 from graphpack.backends.cuda.encode import encode_graph, limits_of
@@ -113,10 +113,18 @@ class Captured:
         self.scratch: dict[int, int] = {}
         self.numbers: dict[int, int] = {}
         self.traced: dict[int, str] = {}
+        self.copies = False
         self.calls = {position: call for position, call in enumerate(self.split.calls) if call.piece is not None}
 
     def address(self, region: str, offset: int = 0) -> bytes:
         return (BASE + self.offsets[region] + offset).to_bytes(8, "little")
+
+    def copy(self, target: str) -> structs.Memcpy3D:
+        """Of scratch memory to where the next call takes it."""
+        device = structs.MEMORY_TYPE_DEVICE
+        found = structs.Memcpy3D(src_type=device, dst_type=device, width=64, height=1, depth=1)
+        found.src_device, found.dst_device = BASE + self.offsets["scratch.0"], BASE + self.offsets[target]
+        return found
 
     def columns(self) -> dict[int, c.GraphColumns]:
         at = tensor_regions(self.split)
@@ -131,6 +139,8 @@ class Captured:
                 self.numbers.get(position, 7).to_bytes(4, "little"),
             ]
             self.driver.kernel(1, values, graph=10 + position)
+            if self.copies:
+                self.driver.node(structs.NODE_MEMCPY, self.copy(at[call.outputs[0]]), 10 + position)
             graphs[position] = 10 + position
         walker = Walker(cast("Driver", self.driver), self.driver.images())
         walked = {position: walker.walk(number, str(position)) for position, number in graphs.items()}
@@ -276,6 +286,17 @@ def test_what_not_all_calls_have_is_left_over(captured: Captured) -> None:
     found, pieces = captured.stitched()
     assert pieces_of(found) == [0, 0, 1, 0, 0]
     assert pieces[1][0].words["at"].tolist() == [0, 8, 16, 24], "of a piece that is called once, nobody can tell"
+
+
+def test_where_calls_copy_what_they_give_does_not_tell_them_apart(captured: Captured) -> None:
+    """The first one's region stands at another place of its list, and it has a left-over word that others have not."""
+    captured.copies = True
+    captured.left_over = dict.fromkeys(captured.calls, 5)
+    captured.left_over[0] = BASE + captured.offsets["w0"]
+    found, ((columns, _),) = captured.stitched()
+    assert pieces_of(found) == [0] * 5
+    assert columns.words["at"].tolist() == [0, 8, 16]
+    assert columns.names.regions[int(columns.memcpys["dst_region"][0])] == "%outputs[0]"
 
 
 def checked(captured: Captured, split: PiecewiseGraph, regions: Sequence[Region]) -> list[str]:
