@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import signal
 import threading
 import time
@@ -34,6 +35,7 @@ from graphpack.errors import (
     WeightsMismatchError,
     from_dict,
 )
+from graphpack.models.operations import BROKEN
 from graphpack.ranks import Place
 from graphpack.schema import shown
 
@@ -101,8 +103,10 @@ class Group:
 
     def _end(self, error: BaseException, what: str) -> BaseException:
         """What to raise for an error that breaks off what all do together."""
-        if isinstance(error, (RankLostError, _BrokenOff)) and error is not self._ended:
-            # An operation of all broke off, or this rank's own work. Why, the one that left it says, unless it is gone.
+        broken = isinstance(error, (RankLostError, _BrokenOff)) or (isinstance(error, Exception) and BROKEN.is_set())
+        if broken and error is not self._ended:
+            # An operation of all broke off, or this rank's own work, or it came to something with what was left of it.
+            # Why, the one that left it says, unless it is gone.
             return self._told_failure() or self._fail(RankLostError(f"{what}: {error}", getattr(error, "problems", ())))
         if isinstance(error, GraphpackError):
             return error if error is self._ended else self._fail(error)
@@ -238,6 +242,7 @@ class Group:
             except RuntimeError:
                 self._lost, broken = 0, True
             if broken and not self._over.is_set():
+                BROKEN.set()
                 _stop_waiting()
                 if self._armed and not self._deaf:  # else once it waits for something again
                     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
@@ -328,7 +333,10 @@ def _meet(place: Place) -> Any:
 def _start(store: Any, place: Place, backend: str) -> None:
     """torch's default process group, through which split operations add up."""
     device = None
+    BROKEN.clear()
     if backend == "cuda":
+        # Else torch ends this process where it notices that another is gone, before it can say so.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         device = torch.device("cuda", place.local)
         torch.cuda.set_device(device)
     try:

@@ -85,6 +85,7 @@ MAY_USE_TORCH = {
     "backends.cpu.export",
     "backends.cpu.compile",
     "backends.cpu.capture",
+    "backends.cpu.pieces",
     "backends.cpu.agree",
     "backends.cpu.capturing",
     "backends.cuda.operations",
@@ -192,7 +193,8 @@ def test_torch_stays_on_the_way_of_save(module: str) -> None:
 
 
 def test_the_list_of_torch_modules_is_tight() -> None:
-    assert {module for module in MAY_USE_TORCH if "torch" not in roots(module)} <= {"backends.cpu.capturing"}
+    through_others = {"backends.cpu.capturing", "backends.cpu.pieces"}
+    assert {module for module in MAY_USE_TORCH if "torch" not in roots(module)} <= through_others
 
 
 def test_only_progress_uses_rich() -> None:

@@ -6,6 +6,7 @@ the batch but those of its own slot. All write into memory they were given or gi
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -131,6 +132,17 @@ def route_experts(
 @route_experts.register_fake
 def _(hidden: Tensor, *_others: Any) -> Tensor:
     return torch.empty_like(hidden)
+
+
+BROKEN = threading.Event()
+"""Set before sums over ranks are broken off, since one of the ranks failed or is gone."""
+
+
+def refuse_broken() -> None:
+    """Raise RankLostError once sums are broken off. A device goes on without them, so that what it gives is nothing."""
+    if BROKEN.is_set():
+        problem = Problem("all_reduce", "", "broken off", "see what the rank that is gone printed last")
+        raise RankLostError("the ranks could not add up what they have", [problem])
 
 
 @library.custom_op(SPLIT_OPERATIONS["all_reduce"].qualified, mutates_args=(), schema="(Tensor partial) -> Tensor")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,10 +15,12 @@ from graphpack.archive.store import Archive, EntryRef
 from graphpack.backends.cuda.capturing import CudaCapturing
 from graphpack.backends.cuda.restore import CudaBackend
 from graphpack.entry import WrittenEntry, write_entry
+from graphpack.errors import RankLostError
 from graphpack.freshness import wanted
 from graphpack.graph import Bucket, Chunk
 from graphpack.identity.environment import read_host
 from graphpack.identity.weights import hash_weights
+from graphpack.models import operations
 from graphpack.models.registry import resolve
 from graphpack.opening import load
 from graphpack.ranks import Alone
@@ -95,4 +98,16 @@ def test_ranks_are_captured_without_decode_graphs_and_step_in_pieces(
         calls = sum(call.piece is not None for graph in graphs_of(restored.record) for call in graph.calls)
         assert device.calls["instantiate"] == calls
         assert restored.state("kv.0.key").numpy().shape == (3, 1, 32, 16)
+        for memory in restored.record.layout.regions:
+            if memory.kind == "scratch":
+                # No kernel of these graphs computes anything: values are what they are.
+                restored._memory.write(memory.name, np.zeros(memory.bytes, np.uint8))
+        assert restored.prefill([[1, 2, 3]], [0]).numpy().shape == (1, 512)
+        # What a run gives is good only if nobody broke off its sums while the device was at it.
+        monkeypatch.setattr(torch.distributed, "all_reduce", lambda _: operations.BROKEN.set())
+        try:
+            with pytest.raises(RankLostError, match="could not add up"):
+                restored.prefill([[1, 2, 3]], [0])
+        finally:
+            operations.BROKEN.clear()
     assert device.held() == {}

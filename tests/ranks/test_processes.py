@@ -217,7 +217,9 @@ def test_a_rank_whose_proof_fails_keeps_all_from_committing_and_nothing_is_left(
 
 KILLED = """
 import os, signal, sys
+import graphpack.group
 from graphpack.__main__ import main
+graphpack.group.LOST_SECONDS = 4
 {setup}
 sys.exit(main())
 """
@@ -227,10 +229,30 @@ IN_LOAD = "import graphpack.backends.cpu.memory as m; m.CpuMemory._fill = {act}"
 IN_SAVE = "import graphpack.backends.cpu.pieces as p; p.capture_pieces = {act}"
 
 
-@pytest.mark.parametrize("killed", range(SIZE))
-def test_a_rank_killed_in_a_load_ends_the_others(killed: int, ranks: Ranks, kept: Path) -> None:
-    programs = [KILLED.format(setup=IN_LOAD.format(act=DIES) if rank == killed else "") for rank in range(SIZE)]
-    ended = ranks(programs, "load", kept, "--format", "json")
+# A device ends waiting for a sum that is broken off, and what it gives is no sum.
+TAKES_IT_FOR_A_SUM = """
+def compare(*_):
+    from graphpack.errors import OutputsDifferError
+    from graphpack.models.operations import BROKEN
+    try:
+        BROKEN.wait(60)
+    except BaseException:
+        pass
+    raise OutputsDifferError("they differ")
+import graphpack.restore
+graphpack.restore.verify_graphs = compare
+"""
+
+
+@pytest.mark.parametrize(
+    ("killed", "other"), [(0, ""), (1, ""), (1, TAKES_IT_FOR_A_SUM)], ids=["first", "second", "second, in a sum"]
+)
+def test_a_rank_killed_in_a_load_ends_the_others(killed: int, other: str, ranks: Ranks, kept: Path) -> None:
+    dies = IN_LOAD.format(act=DIES)
+    if other:
+        dies = f"import graphpack.restore as r; r.verify_graphs = {DIES}"
+    programs = [KILLED.format(setup=dies if rank == killed else other) for rank in range(SIZE)]
+    ended = ranks(programs, "load", kept, "--verify", "--format", "json")
     assert_ends_with(ended, killed)
 
 

@@ -39,6 +39,7 @@ class Operations:
     def __init__(self, graph: PiecewiseGraph, tensor: TensorOf, device: torch.device) -> None:
         at = tensor_regions(graph)
         self._device = device
+        self._sums = any(call.operation == "all_reduce" for call in graph.calls)
         self._calls = {
             position: _Bound(
                 call=call,
@@ -56,7 +57,8 @@ class Operations:
         """One run: what is given puts the call at a position on `stream`, a CUstream, or on torch's current one.
 
         `inputs` are those of the graph, on the host: from them it is known, without waiting for the device, which
-        tokens belong together. Raises StorageError if torch has too little memory.
+        tokens belong together. Raises StorageError if torch has too little memory, RankLostError if sums over ranks
+        were broken off by the end of the run.
         """
         known: dict[tuple[str, str], Rows] = {}
         with ExitStack() as stack:
@@ -74,6 +76,8 @@ class Operations:
                 hint = "free memory of the device: split operations need some beside the entry's"
                 problem = Problem("device memory", "", str(error).splitlines()[0], hint)
                 raise StorageError("the device has too little free memory", [problem]) from error
+        if self._sums:
+            operations.refuse_broken()
 
     def _run(self, bound: _Bound, inputs: Mapping[str, np.ndarray], known: dict[tuple[str, str], Rows]) -> None:
         call = bound.call

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from graphpack import lockstep
+from graphpack import golden, lockstep
 from graphpack.archive.piecewise import graphs_of, has_piecewise
 from graphpack.archive.record import CudaEnvironment, Environment, Layout, Record
 from graphpack.archive.store import Archive
@@ -39,6 +39,9 @@ from graphpack.results import LoadRequest, SaveRequest
 from tests.backends.cuda.entry import BASE, GRANULE
 from tests.backends.cuda.fake_driver import ADD, FakeDriver, digest, image
 from tests.backends.cuda.piecewise_entry import operations_of, pruned
+from tests.shared_fixtures import one_thread
+
+__all__ = ["one_thread"]
 
 CODE = image({"add": {"parameters": ADD, "add": 1}})
 
@@ -177,8 +180,10 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def agreed(one: Any, _: object, eager: Any, dtype: str, precise: Any = None) -> lockstep.Agreement:
         assert precise is None
+        driver = golden.Driver(one.bucket, one.takes)
         with eager(one) as model:
-            return lockstep.run(model, model, one.bucket, one.takes, one.gives[0], dtype)
+            # Decode graphs are no matter of these tests, and their goldens are long.
+            return lockstep.drive(model, model, driver, 2, one.bucket, one.gives[0], dtype)
 
     monkeypatch.setattr(capture_pieces._Capture, "_run", noting)
     monkeypatch.setattr(agree, "_agree", agreed)
