@@ -24,6 +24,9 @@ from graphpack.models.registry import resolve
 from graphpack.models.step import StepModel
 from graphpack.split_operations import DEFAULT_SPLIT
 from tests.piecewise.split_model import SplitModel
+from tests.shared_fixtures import one_thread
+
+__all__ = ["one_thread"]
 
 SLOTS, SEQ_LEN = 3, 64
 
