@@ -10,6 +10,7 @@
 # dispatch         rows that come and go over eight buckets, and the fallback to the model itself
 # pool             a hundred switches between models of which one is awake, how fast they wake (after bench quick)
 # compile          the smoke stage for torch.compile's kernels, with empty caches
+# piecewise-parts  what prompts in pieces are made of, part by part, in a process for each model
 # piecewise        prompts through restored pieces: beside eager, and the time to the first token
 # archives         the two small archives for tests/archives, as one tar file
 # throughput       decoded tokens a second beside eager and torch.compile (after bench compile)
@@ -70,6 +71,7 @@ while [ "$#" -gt 0 ]; do
         dispatch) stage dispatch 300 "$PYTHON" scripts/gpu/dispatch.py ;;
         pool) stage pool 120 "$PYTHON" scripts/gpu/pool.py ;;
         compile) stage compile 240 "$PYTHON" scripts/gpu/smoke.py --compile ;;
+        piecewise-parts) stage piecewise-parts 240 "$PYTHON" scripts/gpu/piecewise_parts.py ;;
         piecewise) stage piecewise 420 "$PYTHON" scripts/gpu/piecewise.py ;;
         piecewise-right) stage piecewise-right 200 "$PYTHON" scripts/gpu/piecewise.py right ;;
         piecewise-fast) stage piecewise-fast 300 "$PYTHON" scripts/gpu/piecewise.py fast ;;

@@ -4,8 +4,9 @@
     python scripts/gpu/piecewise.py [right] [fast] [cpu]
 
 `right`: tiny-qwen3 and tiny-qwen3-moe in float32, a hundred prompts each. `fast`: qwen3-0.6b in bfloat16, the time to
-the first token. Without either, both; `cpu` is to try the first part itself. The first save that fails ends the stage,
-its whole answer being printed.
+the first token. Without either, both; `cpu` is to try the first part itself. What fails is told with its traceback and
+the rest goes on: of a save that failed the next model, of a restored entry its next part. What prompts are made of,
+`piecewise_parts.py` tries one by one.
 """
 
 from __future__ import annotations
@@ -44,36 +45,65 @@ def prompts():
     return [numbers.integers(0, 512, length) for length in lengths]
 """
 
-# The restored entry in a process of its own; what it gave goes to a file.
+# The restored entry in a process of its own; what it gave goes to a file. The rest goes on where a part fails.
 RESTORED = (
     COMMON
     + """
+import traceback
 import graphpack
 archive, target = sys.argv[1:]
-start = time.perf_counter()
-with graphpack.load(archive, verify=True) as model:
-    loaded = time.perf_counter() - start
-    verified = [[one.token_count, one.batch_size, one.bit_identical, one.max_difference, one.tolerance]
-                for one in model.result.verified]
-    found, decoded = [], []
+answer, errors, found = {}, {}, {}
+def part(run):
+    start = time.perf_counter()
+    try: answer.update(run())
+    except Exception: errors[run.__name__] = traceback.format_exc()[-4000:]
+    answer.setdefault("seconds", {})[run.__name__] = round(time.perf_counter() - start, 3)
+def opened():
+    start = time.perf_counter()
+    try:
+        model = graphpack.load(archive, verify=True)
+    except Exception:
+        errors["verify"] = traceback.format_exc()[-4000:]
+        model = graphpack.load(archive)
+    answer["load s"] = time.perf_counter() - start
+    answer["verified"] = [[one.token_count, one.batch_size, one.bit_identical, one.max_difference, one.tolerance]
+                          for one in model.result.verified]
+    return model
+model = opened()
+splits = [split for split, _ in model._prefill._graphs.values()]
+answer["tolerance"] = {split.token_count: split.tolerance for split in splits}
+answer["deviation"] = {split.token_count: split.deviation for split in splits}
+answer["calls, pieces"] = {split.token_count: [len(split.calls), len(split.pieces)] for split in splits}
+@part
+def prompts_alone():
+    decoded = []
     for number, prompt in enumerate(prompts()):
         slot = model.assign()
-        logits = model.prefill([prompt], [slot]).numpy()[0]
-        found.append(logits)
-        if number % 10 == 3:
-            tokens, token = [], int(logits.argmax())
-            for step in range(min(8, SEQ_LEN - len(prompt))):
-                tokens.append(token)
-                token = int(model.step([token], [len(prompt) + step], [slot]).numpy()[0].argmax())
-            decoded.append([number, tokens + [token]])
-        model.release(slot)
-    again = [model.prefill([prompt], [number % model.slots]).numpy()[0] for number, prompt in enumerate(prompts()[:40])]
-    same = sum(bool((one == other).all()) for one, other in zip(again, found))
-    # Two prompts side by side in one chunk.
-    pair = [prompts()[index] for index in (1, 6)]
-    side = model.prefill(pair, [0, 1]).numpy()
-    beside = max(float(np.abs(side[row] - found[index]).max()) for row, index in enumerate((1, 6)))
-    # Padding: eleven tokens in a chunk of sixteen, before and after what padding may touch is something else.
+        try:
+            found[str(number)] = logits = model.prefill([prompt], [slot]).numpy()[0]
+            if number % 10 == 3:
+                tokens, token = [], int(logits.argmax())
+                for step in range(min(8, SEQ_LEN - len(prompt))):
+                    tokens.append(token)
+                    token = int(model.step([token], [len(prompt) + step], [slot]).numpy()[0].argmax())
+                decoded.append([number, tokens + [token]])
+        finally:
+            model.release(slot)
+    return {"decoded": decoded, "not finite": [n for n, one in found.items() if not np.isfinite(one).all()]}
+@part
+def run_again():
+    again = [model.prefill([prompt], [number % model.slots]).numpy()[0]
+             for number, prompt in enumerate(prompts()[:40])]
+    same = sum(bool((one == found[str(number)]).all()) for number, one in enumerate(again))
+    return {"bits the same when run again": [same, len(again)]}
+@part
+def side_by_side():
+    side = model.prefill([prompts()[index] for index in (1, 6)], [0, 1]).numpy()
+    return {"beside another prompt": max(float(np.abs(side[row] - found[str(index)]).max())
+                                         for row, index in enumerate((1, 6)))}
+@part
+def padding():
+    # Eleven tokens in a chunk of sixteen, before and after what padding may touch is something else.
     graph, executable = model._prefill._graphs[16]
     scratch, rows = model.record.settings.slots - 1, graph.rows
     tokens = np.random.default_rng(3).integers(0, 512, 16)
@@ -86,24 +116,20 @@ with graphpack.load(archive, verify=True) as model:
     model.reset()
     first = run(11)
     # Decode steps of padding rows write to the scratch slot.
-    if max(bucket.batch_size for bucket in model.buckets) > 1:
+    bucket = max(model.buckets)
+    if bucket.batch_size > 1:
         for token in (5, 17, 400):
-            model.replay(max(model.buckets), {"token_ids": [token] * max(model.buckets).batch_size,
-                "positions": list(range(max(model.buckets).batch_size)),
-                "slots": [scratch] * max(model.buckets).batch_size})
+            model.replay(bucket, {"token_ids": [token] * bucket.batch_size,
+                "positions": list(range(bucket.batch_size)), "slots": [scratch] * bucket.batch_size})
     model.reset(0)
-    second = run(11)
-    whole = run(16)
-    np.savez(target, *found)
-    splits = [split for split, _ in model._prefill._graphs.values()]
-    print(json.dumps({"load s": loaded, "verified": verified,
-        "bits the same when run again": [same, len(again)], "beside another prompt": beside,
-        "padding changes no bit": bool((first == second).all()),
-        "padded or not, bits": bool((first == whole).all()),
-        "padded or not, difference": float(np.abs(first - whole).max()), "decoded": decoded,
-        "tolerance": {split.token_count: split.tolerance for split in splits},
-        "deviation": {split.token_count: split.deviation for split in splits},
-        "calls": [len(graph.calls), len(graph.pieces)], "prefills": dict(model.stats.prefills)}))
+    second, whole = run(11), run(16)
+    return {"padding changes no bit": bool((first == second).all()),
+            "padded or not, bits": bool((first == whole).all()),
+            "padded or not, difference": float(np.abs(first - whole).max())}
+np.savez(target, **found)
+answer["prefills"] = dict(model.stats.prefills)
+part(lambda: model.close() or {})
+print(json.dumps({**answer, "errors": errors}))
 """
 )
 
@@ -123,11 +149,14 @@ def logits(tokens):
     ids = torch.tensor(tokens, device=device); places = torch.arange(count, device=device)
     slots, ends = torch.zeros_like(places), torch.tensor([count - 1], device=device)
     return module(ids, places, slots, ends, *state)[0].cpu().numpy()
-restored = list(np.load(source).values())
-worst, wrong, margins = 0.0, [], []
+restored = {int(number): logits for number, logits in np.load(source).items()}
+worst, wrong, by_length, same = 0.0, [], {}, 0
 for number, prompt in enumerate(prompts()):
+    if number not in restored: continue
     expected = logits(prompt)
-    worst = max(worst, float(np.abs(expected - restored[number]).max()))
+    difference = float(np.abs(expected - restored[number]).max())
+    worst, same = max(worst, difference), same + (difference == 0)
+    by_length[len(prompt)] = max(difference, by_length.get(len(prompt), 0.0))
     if int(expected.argmax()) != int(restored[number].argmax()):
         best = np.sort(expected)[-2:]
         wrong.append([number, len(prompt), float(best[1] - best[0])])
@@ -139,7 +168,9 @@ for number, tokens in decoded:
         text.append(token)
         if len(text) > SEQ_LEN: break
     texts += 1
-print(json.dumps({"largest difference": worst, "other tokens": wrong, "prompts": len(restored), "texts": texts}))
+largest = dict(sorted(by_length.items(), key=lambda item: -item[1])[:6])
+print(json.dumps({"largest difference": worst, "by length": largest, "other tokens": wrong, "prompts": len(restored),
+                  "the same bits": same, "texts": texts}))
 """
 )
 
@@ -278,17 +309,33 @@ print(json.dumps({"restored": restored, "first step": decoded, "first token of a
 """
 
 
-def saved(report: Report, model: str, archive: Path, *options: str) -> Any:
-    """The answer of a save, kept in $OUT; the whole stage ends if it failed."""
+# The save again, in a process of its own, for the traceback of what failed.
+TRACED = """
+import sys, traceback
+from pathlib import Path
+from graphpack import capture
+from graphpack.results import SaveRequest
+numbers = lambda text: tuple(map(int, text.split(",")))
+model, archive, device, batches, counts, seq_len, dtype = sys.argv[1:]
+capture.save(SaveRequest(model=model, archive=Path(archive), device=device, mode="piecewise", replace=True,
+    batch_sizes=numbers(batches), token_counts=numbers(counts), seq_lens=numbers(seq_len), dtype=dtype))
+print('"this time it went well"')
+"""
+
+
+def saved(report: Report, model: str, archive: Path, batches: str, dtype: str, *options: str) -> Any:
+    """The answer of a save, kept in $OUT. RuntimeError with the answer if it failed, and where, if it does again."""
     rmtree(archive, ignore_errors=True)
     counts = ",".join(map(str, COUNTS))
     fixed = ("--mode", "piecewise", "--token-counts", counts, "--seq-lens", str(SEQ_LEN), "--device", DEVICE)
+    fixed += ("--batch-sizes", batches, "--dtype", dtype)
     answer = graphpack("save", model, str(archive), *fixed, *options, timeout=TIMEOUT)
     OUT.mkdir(parents=True, exist_ok=True)
     (OUT / f"piecewise-save-{archive.name}.json").write_text(json.dumps(answer, indent=1))
     if answer["status"]:
         print(json.dumps(answer, indent=1), flush=True)
-        raise SystemExit(report.finish() or 1)
+        arguments = (model, f"{archive}-again", DEVICE, batches, counts, str(SEQ_LEN), dtype)
+        raise RuntimeError(f"the save failed; again: {child(TRACED, *arguments, timeout=TIMEOUT)}")
     report.put(f"save {archive.name}", {key: answer[key] for key in ("stages", "wall", "notes", "bytes_written")})
     report.put(f"pieces {archive.name}", answer["piecewise"])
     if DEVICE == "cuda":
@@ -300,20 +347,33 @@ def saved(report: Report, model: str, archive: Path, *options: str) -> Any:
 def right(report: Report) -> None:
     for model in MODELS:
         archive, target = WORK / f"piecewise-{model}", WORK / f"piecewise-{model}.npz"
-        saved(report, model, archive, "--batch-sizes", "1,2", "--slots", "3", "--dtype", "float32")
+        with report.check(f"{model}: save"):
+            saved(report, model, archive, "1,2", "float32", "--slots", "3")
+        if f"{model}: save" in report.failed:
+            continue
+        restored: dict[str, Any] = {}
         with report.check(f"{model}: restored in a fresh process"):
             restored = child(RESTORED, str(archive), str(target), timeout=120)
             report.put(f"{model} restored", {key: value for key, value in restored.items() if key != "decoded"})
+            expect(not restored["errors"], "\n".join(f"{name}: {said}" for name, said in restored["errors"].items()))
+        if not restored:
+            continue
+        with report.check(f"{model}: verified, bit by bit"):
+            expect(bool(restored["verified"]), "nothing was verified")
             expect(all(row[2] for row in restored["verified"]), "a golden is not bit-identical")
+        with report.check(f"{model}: padding and other prompts change nothing"):
             expect(restored["padding changes no bit"], "padding changed a real token")
-            same, count = restored["bits the same when run again"]
-            expect(same == count, f"{count - same} of {count} prompts gave other bits when they were run again")
             expect(restored["padded or not, difference"] <= FLOAT32_TOLERANCE, "a padded chunk differs")
             expect(restored["beside another prompt"] <= FLOAT32_TOLERANCE, "a prompt beside another differs")
+        with report.check(f"{model}: the same bits when run again"):
+            same, count = restored["bits the same when run again"]
+            expect(same == count, f"{count - same} of {count} prompts gave other bits when they were run again")
         with report.check(f"{model}: beside eager"):
-            eager = child(EAGER, model, str(target), json.dumps(restored["decoded"]), DEVICE, timeout=120)
+            decoded = json.dumps(restored.get("decoded", []))
+            eager = child(EAGER, model, str(target), decoded, DEVICE, timeout=120)
             report.put(f"{model} beside eager", eager)
             tolerance = max(restored["tolerance"].values())
+            expect(eager["prompts"] == 100, f"only {eager['prompts']} prompts were run")
             expect(eager["largest difference"] <= tolerance, f"differs by more than {tolerance}")
             expect(not eager["other tokens"], f"other greedy tokens: {eager['other tokens'][:5]}")
 
@@ -324,8 +384,11 @@ def fast(report: Report) -> None:
     if not checkpoint.exists():
         with report.check("make the checkpoint"):
             graphpack("models", "make", model, str(checkpoint))
-    answer = saved(report, str(checkpoint), archive, "--batch-sizes", "1", "--name", model)
-    capture = answer["stages"]["capture"]
+    capture = None
+    with report.check(f"{model}: save"):
+        capture = saved(report, str(checkpoint), archive, "1", "auto", "--name", model)["stages"]["capture"]
+    if capture is None:
+        return
     with report.check("time to first token"):
         race = child(RACE, str(archive), str(checkpoint), str(RUNS), str(COMPILE_SECONDS), timeout=240)
         report.put("race", race)

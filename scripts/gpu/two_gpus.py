@@ -112,6 +112,38 @@ print(json.dumps(answer))
 """
 )
 
+# Two processes that meet, and what a run asks of them: sums in turn with work on a stream of the driver's own.
+SUMS = """
+import json, os, sys, time
+import torch
+from graphpack.group import join
+from graphpack.models import operations
+from graphpack.ranks import place_of
+place, backend = place_of(os.environ), sys.argv[1]
+began = time.perf_counter(); group = join(place, backend); joined = time.perf_counter() - began
+device = torch.device(place.device(backend))
+def sums(stream):
+    own = torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device)) if stream else torch.no_grad()
+    with own, torch.no_grad():
+        for dtype in (torch.float32, torch.bfloat16):
+            for turn in range(100):
+                mine = torch.full((64, 1024), float(place.part.rank + 1), device=device, dtype=dtype) * (turn + 1)
+                total = operations.all_reduce(mine)
+                if turn % 10 == 9: assert bool((total == 3 * (turn + 1)).all()), f"{dtype} {turn}: {total[0, :4]}"
+with group.together("sum"):
+    if backend == "cpu": sums(0)
+    else:
+        from graphpack.backends.cuda.driver import driver
+        cuda = driver(); cuda.set_context(cuda.retain_context(cuda.device(place.local)))
+        sums(cuda.create_stream())
+start = time.perf_counter()
+with group.together("sum again"): sums(0)
+print(json.dumps({"joined s": joined, "200 sums s": time.perf_counter() - start, "torch": torch.__version__,
+                  "nccl": str(torch.cuda.nccl.version()) if backend == "cuda" else None,
+                  "told apart": group.exchange("rank", place.part.rank)}))
+group.close()
+"""
+
 KILLED = """
 import os, signal
 from graphpack import restore
@@ -119,10 +151,13 @@ restore.verify_graphs = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def ranks(programs: list[str], *arguments: str, timeout: float = 280) -> list[tuple[int, str, str, float]]:
+def ranks(programs: list[str], *arguments: str, timeout: float = 240) -> list[tuple[int, str, str, float]]:
     """Python in a process for each rank: its status, what it printed, and after how many seconds it ended."""
     place = {"WORLD_SIZE": str(SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     WORK.mkdir(parents=True, exist_ok=True)
+    for old in WORK.glob("nccl-*.txt"):
+        old.unlink()
+    place |= {"NCCL_DEBUG": "WARN", "NCCL_DEBUG_FILE": f"{WORK}/nccl-%p.txt"}
     began, started = time.perf_counter(), []
     for rank, program in enumerate(programs):
         files = [(WORK / f"rank{rank}.{kind}").open("w+") for kind in ("out", "err")]
@@ -142,6 +177,10 @@ def ranks(programs: list[str], *arguments: str, timeout: float = 280) -> list[tu
                     ended[rank] = time.perf_counter() - began
             time.sleep(0.02)
     finally:
+        late = [process for process in started if process.poll() is None]
+        for process in late:
+            process.send_signal(signal.SIGABRT)  # faulthandler says where each thread is
+        time.sleep(2 if late else 0)
         for process in started:
             process.kill()
             process.wait()
@@ -156,13 +195,18 @@ def answers(ended: list[tuple[int, str, str, float]]) -> list[Any]:
     """The last line of each as JSON; raises with all they printed if one failed."""
     if any(code for code, *_ in ended):
         said = "\n".join(
-            f"rank {rank}: status {one[0]}\n{one[1][-1500:]}\n{one[2][-5000:]}" for rank, one in enumerate(ended)
+            f"rank {rank}: status {one[0]} after {one[3]:.1f} s\n{one[1][-3000:]}\n{one[2][-6000:]}"
+            for rank, one in enumerate(ended)
         )
+        said += "\n".join(f"{file.name}:\n{file.read_text()[-1500:]}" for file in sorted(WORK.glob("nccl-*.txt")))
         raise RuntimeError(said)
     return [json.loads(out.strip().splitlines()[-1]) for _, out, _, _ in ended]
 
 
 def two(report: Report) -> None:
+    with report.check("sums"):
+        for rank, one in enumerate(answers(ranks([SUMS] * SIZE, DEVICE, timeout=60))):
+            report.put(f"sums: rank {rank}", one)
     for name in MODELS:
         archive, checkpoint = WORK / f"two-{name}", WORK / f"two-{name}-weights"
         for folder in (archive, checkpoint):
@@ -171,8 +215,10 @@ def two(report: Report) -> None:
             report.put(f"{name}: checkpoint", graphpack("models", "make", name, str(checkpoint)))
         with report.check(f"{name}: save"):
             _save(report, name, archive, checkpoint)
+        if f"{name}: save" in report.failed:
+            continue
         with report.check(f"{name}: restore, verified"):
-            for rank, one in enumerate(answers(ranks([RANK] * SIZE, str(archive), "verify"))):
+            for rank, one in enumerate(answers(ranks([RANK] * SIZE, str(archive), "verify", timeout=120))):
                 report.put(f"{name}: rank {rank}, verified", one["verified"])
         with report.check(f"{name}: the tokens of one GPU"):
             _compare(report, name, archive, checkpoint)
@@ -192,7 +238,7 @@ def _save(report: Report, name: str, archive: Path, checkpoint: Path) -> None:
 
 
 def _compare(report: Report, name: str, archive: Path, checkpoint: Path) -> None:
-    here, there = answers(ranks([RANK] * SIZE, str(archive), "plain"))
+    here, there = answers(ranks([RANK] * SIZE, str(archive), "plain", timeout=120))
     for rank, one in enumerate((here, there)):
         figures = ("load s", "first token after s", "step ms", "stages", "weights", "notes", "runs")
         report.put(f"{name}: rank {rank}", {key: one[key] for key in figures})
@@ -218,7 +264,8 @@ def _tolerance(archive: Path) -> float:
 def _killed(report: Report, archive: Path) -> None:
     """Rank 1 dies where rank 0 already waits for it in a sum."""
     arguments = ("load", str(archive), "--verify", "--format", "json")
-    (code, out, err, other), (killed, _, _, died) = ranks([GRAPHPACK, KILLED + GRAPHPACK], *arguments)
+    programs = [GRAPHPACK, KILLED + GRAPHPACK]
+    (code, out, err, other), (killed, _, _, died) = ranks(programs, *arguments, timeout=120)
     expect(killed == -signal.SIGKILL, f"rank 1 ended with {killed}")
     report.put("the other one ended after s", round(other - died, 2))
     expect(out.strip().startswith("{"), f"status {code}, without an answer: {err[-3000:]}")
