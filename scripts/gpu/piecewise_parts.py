@@ -160,6 +160,7 @@ def capture(report: Report) -> None:
     from graphpack.backends.cuda.agree import _agree_pieces, run_eagerly
     from graphpack.backends.cuda.capture import ModuleTensors
     from graphpack.backends.cuda.capture import capture as capture_steps
+    from graphpack.backends.cuda.encode_pieces import stitched
     from graphpack.backends.cuda.recorder import MemoryRecorder
     from graphpack.models.registry import resolve
     from graphpack.split_operations import DEFAULT_SPLIT
@@ -245,7 +246,7 @@ def capture(report: Report) -> None:
             if encoded is None:
                 raise RuntimeError("nothing was encoded")
             columns = {position: encoded.columns[one.name(position)] for position in one.graphs}
-            graph, shared = pieces.stitched(one.graph, columns, one.traced, encoded.regions)
+            graph, shared = stitched(one.graph, columns, one.traced, encoded.regions)
             report.put(f"{one.chunk}: calls, pieces", [len(one.graphs), len(shared)])
             report.put(f"{one.chunk}: calls by piece", [call.piece for call in graph.calls if call.piece is not None])
             report.put(f"{one.chunk}: differences of calls traced alike", differences(columns, one.traced))
