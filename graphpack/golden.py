@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from graphpack.archive import codec
+from graphpack.archive import codec, compression
 from graphpack.archive.check import FLOAT32_TOLERANCE_LIMIT
 from graphpack.convert import convert, widened
 from graphpack.dtypes import DTYPES
@@ -288,7 +288,7 @@ def decode(data: bytes, bucket: Bucket, inputs: tuple[TensorSpec, ...], output: 
 
     Raises CorruptArchiveError naming `where`.
     """
-    document = codec.unpack(data, where, codec.CONTENT_LIMIT)
+    document = codec.unpack(data, where, compression.CONTENT_LIMIT)
     width = output.shape[-1]
     try:
         steps = document["steps"]

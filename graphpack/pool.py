@@ -5,13 +5,14 @@ and give their memory back.
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from graphpack import opening
 from graphpack.backends import KEEPS, Room
+from graphpack.backends.spare import Spare
 from graphpack.budget import must_sleep, where_kept
 from graphpack.dispatch import check_choice
 from graphpack.errors import ClosedError, NotFoundError, Problem, UsageError
@@ -123,9 +124,10 @@ class ModelPool:
                 rooms = self._rooms()
                 sleepers = must_sleep(name, member.place.room, rooms, self._budget)
                 member.model.check_wake(sum(rooms[sleeper].bytes for sleeper in sleepers))
-                for sleeper in sleepers:
-                    self._put_to_sleep(sleeper)
-                member.model.wake(by=self)
+                with closing(Spare()) as spare:
+                    for sleeper in sleepers:
+                        self._put_to_sleep(sleeper, spare)
+                    member.model.wake(by=self, spare=spare)
             self._members[name] = self._members.pop(name)
             return member.model
 
@@ -144,10 +146,10 @@ class ModelPool:
 
     def close(self) -> None:
         """Close all models. Closing twice is fine; using a closed pool is a ClosedError."""
-        with self._lock, ExitStack() as closing:
+        with self._lock, ExitStack() as last:
             self._closed = True
             for member in self._members.values():
-                closing.callback(member.model.close)
+                last.callback(member.model.close)
             self._members.clear()
 
     def __enter__(self) -> Self:
@@ -168,14 +170,14 @@ class ModelPool:
             self._put_to_sleep(sleeper)
         return _Place(room, weights, kept)
 
-    def _put_to_sleep(self, name: str) -> None:
+    def _put_to_sleep(self, name: str, spare: Spare | None = None) -> None:
         """Updated weights are kept in the host's memory, wherever they were to be, as far as there is room."""
         member = self._members[name]
         if member.model.updated and member.place.keep == "disk":
             place = member.place
             keep = where_kept(name, "host", place.room.device, place.weights, self._held(), self._host_budget)
             member = self._members[name] = replace(member, place=replace(place, keep=keep))
-        member.model.sleep(member.place.keep, by=self)
+        member.model.sleep(member.place.keep, by=self, spare=spare)
 
     def _rooms(self) -> dict[str, Room]:
         return {name: member.place.room for name, member in self._members.items() if member.model.awake}

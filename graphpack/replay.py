@@ -15,6 +15,7 @@ from graphpack.archive.piecewise import PiecewiseGraph
 from graphpack.archive.record import Graph, Record
 from graphpack.arguments import BY_NAME, SECONDS, TEXT, check_arguments
 from graphpack.backends import KEEPS, Executable, Memory
+from graphpack.backends.spare import Spare
 from graphpack.dispatch import FALLBACKS, POLICIES, check_captured, check_choice, choose, no_bucket, padded
 from graphpack.errors import (
     AsleepError,
@@ -58,6 +59,8 @@ class RestoredModel:
         self.checkpoint = located.directory
         self.buckets: tuple[Bucket, ...] = tuple(sorted(graphs))
         """The captured (batch size, sequence length) pairs, smallest first."""
+        self.inputs = graphs[self.buckets[0]][0].inputs
+        """What a step of the smallest bucket takes."""
         self._graphs = dict(graphs)
         self._memory = memory
         self._prefill = Prefill(record, pieces or {})
@@ -75,11 +78,6 @@ class RestoredModel:
         """What the weights are now: the recorded ones, until `update_weights`."""
         self.updated = False
         """Whether `update_weights` was called: the checkpoint is no longer what the weights are."""
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        """What a step of the smallest bucket takes."""
-        return self._graphs[self.buckets[0]][0].inputs
 
     @property
     def slots(self) -> int:
@@ -268,12 +266,13 @@ class RestoredModel:
         """Whether it can be used: neither asleep nor closed."""
         return not (self._asleep or self._closed)
 
-    def sleep(self, keep: str = "host", *, by: object = None) -> None:
+    def sleep(self, keep: str = "host", *, by: object = None, spare: Spare | None = None) -> None:
         """Give the memory of the device back until `wake`, once a step that runs has ended. Addresses and graphs stay,
         state does not, and no slot is assigned any more. Sleeping twice is fine.
 
         Weights are kept in page-locked memory of the host, or with `keep="disk"` read again from the checkpoint. On a
-        CPU, weights that are kept in memory of the host stay where they are.
+        CPU, weights that are kept in memory of the host stay where they are. `spare` takes the memory for a model that
+        wakes next.
 
         Raises WeightsMismatchError for weights that were updated and would be lost, StorageError if the host has too
         little memory for them, UsageError for a model of a pool, unless it is asked for `by` that.
@@ -290,7 +289,7 @@ class RestoredModel:
             self._memory.prepare_sleep(keep)
             self._asleep = True
             self._slots.clear()
-            self._memory.sleep()
+            self._memory.sleep(spare)
 
     def check_wake(self, freed: int = 0) -> None:
         """Raise what `wake` would raise as things are, if `freed` more bytes of the device's memory were free."""
@@ -298,8 +297,9 @@ class RestoredModel:
             self._refuse_closed()
             self._memory.check_wake(freed)
 
-    def wake(self, *, by: object = None) -> None:
-        """Undo `sleep`: graphs give the very bits they gave before, from state that is zero.
+    def wake(self, *, by: object = None, spare: Spare | None = None) -> None:
+        """Undo `sleep`, in memory of `spare` where that fits: graphs give the bits they gave before, from state that is
+        zero.
 
         Raises StorageError if the device has too little memory, WeightsMismatchError if weights are to be read again
         and the checkpoint has changed, UsageError as `sleep`; the model sleeps on then.
@@ -308,7 +308,7 @@ class RestoredModel:
             self._refuse_closed()
             self._refuse_others(by, "switch to it: ModelPool.switch")
             if self._asleep:
-                self._memory.wake()
+                self._memory.wake(spare)
                 self._asleep = False
 
     def update_weights(self, tensors: Mapping[str, Any], *, constants_hold: bool = False) -> None:

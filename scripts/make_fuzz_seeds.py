@@ -16,7 +16,7 @@ from pathlib import Path
 from safetensors.numpy import save
 
 from graphpack import golden
-from graphpack.archive import codec, oci, signature
+from graphpack.archive import codec, compression, oci, signature
 from graphpack.archive.record import CudaEnvironment, EntryIdentity, FormatVersion, Record
 from graphpack.backends.cpu.policy import object_name
 from graphpack.backends.cuda import columns
@@ -47,7 +47,7 @@ def seeds() -> Iterator[tuple[str, str, bytes]]:
     yield "record", "piecewise", kept_record(ARCHIVES / "cpu-piecewise-1.1")
     yield from (("index", *seed) for seed in documents(record))
     for name, content in {"text": b"some content " * 9, "zeros": bytes(17_000), "short": b"x"}.items():
-        yield "zstd", name, len(content).to_bytes(4, "little") + codec.compress(content)
+        yield "zstd", name, len(content).to_bytes(4, "little") + compression.compress(content)
     yield "object", "object", compiled(record)
     yield "columns", "graph", columns.encode(small_graph())
     yield "golden", "decode", made_golden()

@@ -24,10 +24,10 @@ ORDER = """
     interpreter
     configuration configuration.yaml_file configuration.keys configuration.reader configuration.environment
     configuration.config
-    archive archive.glance archive.record archive.piecewise archive.ranks archive.codec archive.limits archive.oci
-    archive.owner archive.files archive.lock archive.looks archive.finding archive.check archive.permissions
-    archive.keys archive.signature archive.reading archive.ahead archive.store archive.collect archive.trust
-    archive.remembered
+    archive archive.glance archive.record archive.piecewise archive.ranks archive.codec archive.compression
+    archive.limits archive.oci archive.owner archive.files archive.lock archive.looks archive.finding archive.check
+    archive.permissions archive.keys archive.signature archive.reading archive.ahead archive.store archive.collect
+    archive.trust archive.remembered
     archive.validate
     identity identity.environment identity.cpu_isa identity.digests identity.weights identity.layout identity.compat
     identity.agreement
@@ -35,7 +35,7 @@ ORDER = """
     models.sharding models.checkpoint models.presets models.attention models.operations models.experts models.decoder
     models.ranked
     models.factory models.registry models.locate models.tokenizer
-    ranks group regions tensor golden backends lockstep modes splitting
+    ranks group regions tensor golden backends backends.spare lockstep modes splitting
     backends.inductor_cache
     backends.cpu.policy backends.cpu.memory backends.cpu.runtime backends.cpu.stitched backends.cpu.restore
     backends.cpu

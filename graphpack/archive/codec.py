@@ -1,4 +1,4 @@
-"""Bytes from outside into plain values, and back: JSON, canonical msgpack, the record's frame, zstd.
+"""Bytes from outside into plain values, and back: JSON, canonical msgpack, the record's frame.
 
 Every decoder is bounded before it allocates and gives `CorruptArchiveError` for anything but exactly what the
 encoder beside it could have written. `where` names the file in messages.
@@ -32,13 +32,7 @@ ITEM_LIMIT = 1 << 18
 TEXT_LIMIT = 1 << 20
 """Bytes of one text. One character that is not of the alphabet makes four bytes of each of the others."""
 
-CONTENT_LIMIT = 512 << 20
-EXPANSION_LIMIT = 256
-"""Bytes of content for each byte of a blob. Kernel images reach 78; zstd itself would go to 32,000."""
-WINDOW_LIMIT = 8 << 20
-_RAW_BLOCK = 128 << 10
 _COMPARED = 32 << 10
-COMPRESSION_LEVEL = 9
 
 _ONLY_TEXT = frozenset((str,))
 _CONTAINERS = frozenset((dict, list))
@@ -160,31 +154,100 @@ def unpack(data: bytes, where: str, limit: int = RECORD_LIMIT, *, start: int = 0
 
     Raises CorruptArchiveError.
     """
-    if len(data) > limit:
-        raise corrupt(where, f"{len(data)} bytes of msgpack, more than the limit of {limit}")
-    count = _Count()
+    _check_size(data, where, limit)
     packer = msgpack.Packer(use_bin_type=True, autoreset=False)
     payload = memoryview(data)[start:]
     try:
-        value = msgpack.unpackb(
-            payload,
-            raw=False,
-            strict_map_key=True,
-            use_list=True,
-            object_hook=count.map,
-            list_hook=count.list,
-            max_array_len=ITEM_LIMIT,
-            max_map_len=CONTAINER_LIMIT,
-            max_str_len=TEXT_LIMIT,
-            max_ext_len=0,
-        )
+        value = msgpack.unpackb(payload, **_bounds(_Count()))
         _check((value,), COUNT_LIMIT)
         packer.pack(value)
     except (ValueError, RecursionError) as error:
-        raise corrupt(where, f"not valid msgpack ({_reason(error)})") from None
+        raise corrupt(where, f"not valid msgpack ({reason(error)})") from None
     if not _same(packer.getbuffer(), payload):
         raise corrupt(where, "not canonical msgpack")
     return value
+
+
+class ColumnsReader:
+    """Reads maps of long byte strings. One after the other: it needs as much memory as a document is long, and memory
+    that is new takes longer to get than all else."""
+
+    def __init__(self) -> None:
+        self._reader: Any = None
+
+    def read(self, data: bytes, where: str, limit: int) -> dict[str, Plain | memoryview]:
+        """As `unpack` for a map, in which byte strings stay where they are: views of `data`, at any address.
+
+        Raises CorruptArchiveError.
+        """
+        _check_size(data, where, limit)
+        reader, self._reader = self._reader, None
+        if reader is None:
+            self._count = _Count()
+            reader = msgpack.Unpacker(max_buffer_size=0, **_bounds(self._count))
+        self._count.reset()
+        try:
+            reader.feed(data)
+            found, canonical = _columns(reader, memoryview(data))
+            self._count.map(found)
+        except (ValueError, RecursionError, msgpack.UnpackException) as error:
+            raise corrupt(where, f"not valid msgpack ({reason(error)})") from None
+        if not canonical:
+            raise corrupt(where, "not canonical msgpack")
+        self._reader = reader
+        return found
+
+
+def _columns(reader: Any, data: memoryview) -> tuple[dict[str, Plain | memoryview], bool]:
+    """The map that `reader` has been fed with, and whether `data` is its one encoding."""
+    packer = msgpack.Packer(use_bin_type=True)
+    found: dict[str, Plain | memoryview] = {}
+    begin = reader.tell()
+    members = reader.read_map_header()
+    at = reader.tell() - begin
+    canonical = data[:at] == packer.pack_map_header(members)
+    for _ in range(members):
+        key, before = reader.unpack(), at
+        _check_texts((key,))
+        at = reader.tell() - begin
+        head = _BINARY_HEADS.get(data[at]) if at < len(data) else None
+        if head is None:
+            value = reader.unpack()
+            _check((value,), COUNT_LIMIT)
+            end = reader.tell() - begin
+            canonical &= data[before:end] == packer.pack(key) + packer.pack(value)
+        else:
+            reader.skip()
+            end = reader.tell() - begin
+            size, smallest = head
+            value = data[at + size : end]
+            canonical &= data[before:at] == packer.pack(key) and smallest <= len(value)
+        found[key], at = value, end
+    return found, canonical and at == len(data) and len(found) == members
+
+
+def _check_size(data: bytes, where: str, limit: int) -> None:
+    if len(data) > limit:
+        raise corrupt(where, f"{len(data)} bytes of msgpack, more than the limit of {limit}")
+
+
+def _bounds(count: _Count) -> dict[str, Any]:
+    """What msgpack is to refuse, in one document."""
+    return {
+        "raw": False,
+        "strict_map_key": True,
+        "use_list": True,
+        "object_hook": count.map,
+        "list_hook": count.list,
+        "max_array_len": ITEM_LIMIT,
+        "max_map_len": CONTAINER_LIMIT,
+        "max_str_len": TEXT_LIMIT,
+        "max_ext_len": 0,
+    }
+
+
+_BINARY_HEADS = {0xC4: (2, 0), 0xC5: (3, 1 << 8), 0xC6: (5, 1 << 16)}
+"""The size of what stands before a byte string, and the least length for which there is no shorter one."""
 
 
 def _same(one: memoryview, other: memoryview) -> bool:
@@ -199,6 +262,9 @@ class _Count:
     """Hooks that see each container once, innermost first, and stop a document that would not fit in memory."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
         self.containers = 0
         self.items = 0
 
@@ -208,12 +274,12 @@ class _Count:
 
     def map(self, found: dict[str, Any]) -> dict[str, Any]:
         self._count(len(found))
-        keys = [*found]
         try:
-            if keys != sorted(keys):
-                raise ValueError("keys that are not sorted")
+            ordered = [*found] == sorted(found)
         except TypeError:
             raise ValueError("a key that is not text") from None
+        if not ordered:
+            raise ValueError("keys that are not sorted")
         return found
 
     def _count(self, members: int) -> None:
@@ -266,7 +332,8 @@ def _ordered(value: Plain) -> Plain:
     return value
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """Words of an error that a library raised."""
     return shown(str(error)) or type(error).__name__
 
 
@@ -331,61 +398,3 @@ def _read_version(data: bytes, where: str) -> FormatVersion:
     if len(data) != HEADER.size + length:
         raise corrupt(where, f"{len(data)} bytes long where its header says {HEADER.size + length}")
     return FormatVersion(major=major, minor=minor)
-
-
-# --- zstd
-
-
-def compress(content: bytes) -> bytes:
-    """One zstd frame with content size and checksum.
-
-    Raises ValueError for nothing and for more than `CONTENT_LIMIT`.
-    """
-    import zstandard
-
-    if not 0 < len(content) <= CONTENT_LIMIT:
-        raise ValueError(f"{len(content)} bytes of content, not 1 to {CONTENT_LIMIT}")
-    parameters = zstandard.ZstdCompressionParameters.from_level(
-        COMPRESSION_LEVEL,
-        source_size=len(content),
-        window_log=min(WINDOW_LIMIT.bit_length() - 1, max(10, len(content).bit_length())),
-        write_checksum=True,
-        write_content_size=True,
-    )
-    data = zstandard.ZstdCompressor(compression_params=parameters).compress(content)
-    return data if len(content) <= EXPANSION_LIMIT * len(data) else _stored(content, data)
-
-
-def _stored(content: bytes, data: bytes) -> bytes:
-    """The frame `data` of `content` with blocks that are not compressed (RFC 8878, 3.1.1.2)."""
-    import zstandard
-
-    parts = [data[: zstandard.frame_header_size(data)]]
-    for start in range(0, len(content), _RAW_BLOCK):
-        block = content[start : start + _RAW_BLOCK]
-        last = start + len(block) == len(content)
-        parts += [(len(block) << 3 | last).to_bytes(3, "little"), block]
-    return b"".join([*parts, data[-4:]])  # the checksum, which is of the content
-
-
-def decompress(data: bytes, content_size: int, where: str, limit: int = CONTENT_LIMIT) -> bytes:
-    """The content of a frame that `compress` wrote, `content_size` bytes.
-
-    Raises CorruptArchiveError.
-    """
-    import zstandard
-
-    if not 0 < content_size <= limit:
-        raise corrupt(where, f"{content_size} bytes of content, not 1 to {limit}")
-    if content_size > EXPANSION_LIMIT * len(data):
-        raise corrupt(where, f"{content_size} bytes of content in {len(data)}, more than {EXPANSION_LIMIT} for each")
-    try:
-        frame = zstandard.get_frame_parameters(data)
-        # The library sizes its buffer by the frame's own claim, whatever limit it is given.
-        if frame.content_size != content_size:
-            raise corrupt(where, f"its zstd frame does not hold {content_size} bytes")
-        if not frame.has_checksum or frame.dict_id or frame.window_size > WINDOW_LIMIT:
-            raise corrupt(where, f"its zstd frame has no checksum, a dictionary or a window above {WINDOW_LIMIT}")
-        return zstandard.ZstdDecompressor(max_window_size=WINDOW_LIMIT).decompress(data, allow_extra_data=False)
-    except (zstandard.ZstdError, MemoryError) as error:
-        raise corrupt(where, f"not a valid zstd frame ({_reason(error)})") from None

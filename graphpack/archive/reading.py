@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from graphpack.archive import codec, files, oci
+from graphpack.archive import codec, compression, files, oci
 from graphpack.archive.check import decode_record
 from graphpack.archive.finding import archive_root, no_archive, no_such_entries, open_index
 from graphpack.archive.permissions import Permissions
@@ -180,8 +180,8 @@ class Reader:
 
         Raises CorruptArchiveError naming the file, StorageError.
         """
-        data = self._read(blob.digest, blob.size, codec.CONTENT_LIMIT, "its record")
-        return codec.decompress(data, blob.content_size, oci.blob_file(blob.digest))
+        data = self._read(blob.digest, blob.size, compression.CONTENT_LIMIT, "its record")
+        return compression.decompress(data, blob.content_size, oci.blob_file(blob.digest))
 
     def check_blobs(self, record: Record) -> list[Problem]:
         """Blobs that are missing or have another size, without reading them.

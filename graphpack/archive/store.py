@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from graphpack.archive import codec, files, oci
+from graphpack.archive import codec, compression, files, oci
 from graphpack.archive.check import decode_record
 from graphpack.archive.files import storage_errors
 from graphpack.archive.finding import archive_root, no_such_entries, open_index, read_index
@@ -81,7 +81,7 @@ class Archive(Reader):
         Raises StorageError, and CaptureRefusedError for more than a blob may hold.
         """
         try:
-            data = codec.compress(content)
+            data = compression.compress(content)
         except ValueError as error:
             raise CaptureRefusedError(f"a blob of type {media_type} cannot be stored: {error}") from None
         return Blob(digest=self._put(data), size=len(data), content_size=len(content), media_type=media_type)

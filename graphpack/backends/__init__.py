@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from graphpack.archive.piecewise import PiecewiseGraph, PiecewiseSettings
     from graphpack.archive.record import Environment, Graph, Layout, Record, Settings, Weights
+    from graphpack.backends.spare import Spare
     from graphpack.graph import Bucket, Region, Shape
     from graphpack.identity.environment import CudaDevice, Host
     from graphpack.identity.weights import Carrier
@@ -91,14 +92,15 @@ class Memory(Protocol):
         """Have the weights where one of `KEEPS` says, before `sleep`; with `disk`, what was written to them is lost
         then. Raises StorageError where the host has too little memory."""
 
-    def sleep(self) -> None:
-        """Give the memory itself back and keep its addresses. Nothing may use it until `wake`."""
+    def sleep(self, spare: Spare | None = None) -> None:
+        """Give the memory itself back, or to `spare`, and keep its addresses. Nothing may use it until `wake`."""
 
     def check_wake(self, freed: int) -> None:
         """Raise what `wake` would raise, as far as it is known before, when `freed` more bytes of memory are free."""
 
-    def wake(self) -> None:
-        """Undo `sleep`: weights and constants are as they were, and all else is zero.
+    def wake(self, spare: Spare | None = None) -> None:
+        """Undo `sleep`, in memory of `spare` as far as that fits: weights and constants are as they were, and all else
+        is zero.
 
         Raises StorageError for too little memory, WeightsMismatchError for a checkpoint that has changed; then it still
         sleeps.

@@ -12,8 +12,8 @@ from harness import OUT, WORK, Report, child, expect, main
 SAVE = """
 import getpass, json, socket, sys
 import graphpack
-from graphpack.archive import codec
-codec.COMPRESSION_LEVEL = 19
+from graphpack.archive import compression
+compression.COMPRESSION_LEVEL = 19
 # What is published says nothing about the machine that made it.
 socket.gethostname = getpass.getuser = lambda: "builder"
 result = graphpack.save("tiny-qwen3", sys.argv[1], device="cuda", batch_sizes=(1, 2), seq_lens=(64,),

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
 
-from graphpack.archive import codec, oci
+from graphpack.archive import compression, oci
 from graphpack.archive.record import (
     Blob,
     EntryIdentity,
@@ -70,7 +70,7 @@ def identity(tag: int, value: Any) -> str:
 
 def make_blob(name: str) -> Blob:
     media_type, content = CONTENTS[name]
-    data = codec.compress(content)
+    data = compression.compress(content)
     return Blob(digest=sha256(data), size=len(data), content_size=len(content), media_type=media_type)
 
 

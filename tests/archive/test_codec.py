@@ -17,11 +17,10 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphpack.archive import codec
+from graphpack.archive import codec, compression
 from graphpack.archive.codec import (
-    compress,
+    ColumnsReader,
     decode_json,
-    decompress,
     encode_json,
     frame_record,
     pack,
@@ -29,6 +28,7 @@ from graphpack.archive.codec import (
     unframe_record,
     unpack,
 )
+from graphpack.archive.compression import compress, decompress
 from graphpack.archive.record import FormatVersion, Producer
 from graphpack.errors import CorruptArchiveError, UnsupportedFormatError
 from graphpack.schema import COUNT_LIMIT
@@ -186,6 +186,104 @@ def test_the_count_of_values_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
             assert "more than" in refused(unpack, pack({"a": [1, 2], "b": []}), "FILE")
 
 
+# --- columns
+
+COLUMNS = st.dictionaries(
+    TEXT, trees(SCALARS) | st.binary(max_size=8) | st.sampled_from([255, 256, 65535, 65536]).map(bytes)
+)
+
+
+def both(data: bytes, reader: ColumnsReader) -> tuple[Any, Any]:
+    """What two readers make of a document: a value, or None where they refuse it."""
+
+    def attempt(call: Any) -> Any:
+        try:
+            return call()
+        except CorruptArchiveError:
+            return None
+
+    found = attempt(lambda: reader.read(data, "FILE", 1 << 20))
+    if found is not None:
+        found = {key: bytes(value) if type(value) is memoryview else value for key, value in found.items()}
+    plain = attempt(lambda: unpack(data, "FILE", 1 << 20))
+    return found, plain if type(plain) is dict else None
+
+
+@given(COLUMNS, COLUMNS)
+def test_columns_are_what_any_reader_finds(one: dict[str, Any], other: dict[str, Any]) -> None:
+    reader = ColumnsReader()
+    for value in (one, other, one):
+        found, plain = both(pack(value), reader)
+        assert found == value
+        assert repr(found) == repr(plain), "to the order of keys and the kind of numbers"
+
+
+@given(COLUMNS, st.data())
+def test_columns_are_refused_where_any_reader_refuses(value: dict[str, Any], data: st.DataObject) -> None:
+    good = pack(value)
+    reader = ColumnsReader()
+    for _ in range(8):
+        at = data.draw(st.integers(0, len(good) - 1))
+        kind = data.draw(st.sampled_from(["flip", "cut", "insert", "append"]))
+        byte = data.draw(st.binary(min_size=1, max_size=1))
+        damaged = {
+            "flip": good[:at] + byte + good[at + 1 :],
+            "cut": good[:at],
+            "insert": good[:at] + byte + good[at:],
+            "append": good + byte,
+        }[kind]
+        found, plain = both(damaged, reader)
+        assert repr(found) == repr(plain)
+    assert both(good, reader)[0] is not None, "what was refused leaves nothing behind"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"", id="nothing"),
+        pytest.param(b"\x90", id="a list"),
+        pytest.param(b"\xc4\x00", id="a byte string"),
+        pytest.param(b"\x81\xa1a", id="a key without a value"),
+        pytest.param(b"\x81\xa1a\xc4\x05abc", id="a byte string cut short"),
+        pytest.param(b"\x81\x01\xc4\x00", id="a key that is a number"),
+        pytest.param(b"\x81\xc4\x01a\xc4\x00", id="a key of bytes"),
+        pytest.param(b"\xde\x00\x01\xa1a\xc4\x00", id="a longer head of the map"),
+        pytest.param(b"\x81\xd9\x01a\xc4\x00", id="a longer head of a key"),
+        pytest.param(b"\x81\xa1a\xc5\x00\x01x", id="a longer head of bytes"),
+        pytest.param(b"\x81\xa1a\xc6\x00\x00\x01\x00" + bytes(256), id="the longest head of bytes"),
+        pytest.param(b"\x81\xa1a\xcc\x01", id="a longer number"),
+        pytest.param(b"\x82\xa1b\xc0\xa1a\xc0", id="keys that are not sorted"),
+        pytest.param(b"\x82\xa1a\xc0\xa1a\xc0", id="a key twice"),
+        pytest.param(b"\x81\xa1a\xc0\xc0", id="something behind"),
+        pytest.param(b"\x81\xa1a\xc7\x00\x01", id="an extension"),
+        pytest.param(b"\x81\xa1a\x91\xc4\x01", id="bytes cut short within a list"),
+    ],
+)
+def test_other_columns_are_refused(data: bytes) -> None:
+    refused(ColumnsReader().read, data, "FILE", 1 << 20)
+    assert ColumnsReader().read(b"\x81\xa1a\xc4\x00", "FILE", 1 << 20) == {"a": b""}
+
+
+def test_columns_longer_than_their_limit() -> None:
+    data = pack({"a": b"12345678"})
+    assert ColumnsReader().read(data, "FILE", len(data)) == {"a": b"12345678"}
+    assert "more than the limit" in refused(ColumnsReader().read, data, "FILE", len(data) - 1)
+
+
+def test_each_document_has_all_of_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "ITEM_LIMIT", 10)
+    reader = ColumnsReader()
+    for _ in range(3):
+        assert reader.read(pack({"a": [*range(9)]}), "FILE", 100) == {"a": [*range(9)]}
+    assert "values" in refused(reader.read, pack({"a": [*range(10)]}), "FILE", 100)
+
+
+def test_columns_stay_where_they_are() -> None:
+    data = pack({"a": bytes(1 << 16), "b": b"x"})
+    found = ColumnsReader().read(data, "FILE", 1 << 20)
+    assert all(type(value) is memoryview and value.obj is data for value in found.values())
+
+
 # --- JSON
 
 
@@ -330,7 +428,7 @@ def test_frames_are_bounded(size: int) -> None:
     parameters = zstandard.get_frame_parameters(data)
     assert parameters.has_checksum
     assert parameters.content_size == size
-    assert parameters.window_size <= codec.WINDOW_LIMIT
+    assert parameters.window_size <= compression.WINDOW_LIMIT
     assert decompress(data, size, "FILE") == content
 
 
@@ -369,10 +467,10 @@ def test_what_is_stored_is_in_blocks_that_every_reader_takes() -> None:
 
 def test_the_limit_of_expansion_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     data = compress(CONTENT)
-    monkeypatch.setattr(codec, "EXPANSION_LIMIT", len(CONTENT) / len(data))
+    monkeypatch.setattr(compression, "EXPANSION_LIMIT", len(CONTENT) / len(data))
     assert compress(CONTENT) == data
     assert decompress(data, len(CONTENT), "FILE") == CONTENT
-    monkeypatch.setattr(codec, "EXPANSION_LIMIT", (len(CONTENT) - 1) / len(data))
+    monkeypatch.setattr(compression, "EXPANSION_LIMIT", (len(CONTENT) - 1) / len(data))
     assert len(compress(CONTENT)) > len(CONTENT)
     refused(decompress, data, len(CONTENT), "FILE")
 
@@ -412,7 +510,7 @@ def forged(size: int, body: bytes = b"\x01\x00\x00") -> bytes:
         pytest.param(GOOD + GOOD, len(CONTENT), id="two frames"),
         pytest.param(GOOD, len(CONTENT) - 1, id="another size declared"),
         pytest.param(GOOD, 0, id="no content declared"),
-        pytest.param(GOOD, codec.CONTENT_LIMIT + 1, id="more than the limit declared"),
+        pytest.param(GOOD, compression.CONTENT_LIMIT + 1, id="more than the limit declared"),
         pytest.param(forged(1 << 40), 1 << 40, id="a terabyte claimed and declared"),
         pytest.param(forged(1 << 62), len(CONTENT), id="2^62 claimed"),
         pytest.param(forged((1 << 64) - 1), len(CONTENT), id="2^64-1 claimed"),
@@ -437,7 +535,7 @@ def test_a_window_above_the_limit() -> None:
     content = bytes(64 << 20)
     parameters = zstandard.ZstdCompressionParameters.from_level(19, window_log=25, write_checksum=True)
     data = zstandard.ZstdCompressor(compression_params=parameters).compress(content)
-    assert zstandard.get_frame_parameters(data).window_size > codec.WINDOW_LIMIT
+    assert zstandard.get_frame_parameters(data).window_size > compression.WINDOW_LIMIT
     refused(decompress, data, len(content), "FILE")
 
 
@@ -455,7 +553,7 @@ def test_a_bomb_with_a_small_claim() -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10, "KiB of memory"
 
 
-@pytest.mark.parametrize("size", [0, codec.CONTENT_LIMIT + 1])
+@pytest.mark.parametrize("size", [0, compression.CONTENT_LIMIT + 1])
 def test_content_that_cannot_be_stored(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     class Content(bytes):
         def __len__(self) -> int:
@@ -494,11 +592,11 @@ def test_json_beyond_what_python_nests() -> None:
 
 
 def test_as_much_content_as_a_blob_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "CONTENT_LIMIT", 8)
-    assert codec.decompress(codec.compress(b"12345678"), 8, "blob", 8) == b"12345678"
+    monkeypatch.setattr(compression, "CONTENT_LIMIT", 8)
+    assert compression.decompress(compression.compress(b"12345678"), 8, "blob", 8) == b"12345678"
     for content in (b"", b"123456789"):
         with pytest.raises(ValueError, match="not 1 to 8"):
-            codec.compress(content)
+            compression.compress(content)
 
 
 @pytest.mark.parametrize("more", [-1, 1])
@@ -513,9 +611,9 @@ def test_a_header_that_tells_another_length(more: int) -> None:
 
 def test_what_compresses_less_than_the_limit_is_compressed() -> None:
     content = random.Random(7).randbytes(1000) * 100
-    data = codec.compress(content)
+    data = compression.compress(content)
     assert len(data) < 2000
-    assert codec.decompress(data, len(content), "blob") == content
+    assert compression.decompress(data, len(content), "blob") == content
 
 
 @pytest.mark.parametrize("inner", ['"TEXT"', '["x","TEXT"]', '["TEXT",1]', '{"TEXT":1}', '{"x":{"y":["TEXT"]}}'])

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphpack.archive import codec, files, oci
+from graphpack.archive import compression, files, oci
 from graphpack.archive.record import Blob, Record
 from graphpack.archive.store import Archive, EntryRef
 from graphpack.errors import (
@@ -477,7 +477,7 @@ def test_a_reference_that_is_no_entry(archive: Path) -> None:
 
 def test_a_blob_above_its_limit_is_not_even_read(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blob = make_record().blobs[0]
-    monkeypatch.setattr(codec, "CONTENT_LIMIT", 8)
+    monkeypatch.setattr(compression, "CONTENT_LIMIT", 8)
     with pytest.raises(CorruptArchiveError, match="more than the limit of 8"):
         Archive.open(archive).read_blob(blob)
 
@@ -702,12 +702,12 @@ def test_saving_again_mends_a_damaged_blob(archive: Path) -> None:
     path = blob_path(archive, blob.digest)
     path.unlink()
     path.write_bytes(b"damage")
-    content = next(content for _, content in CONTENTS.values() if len(codec.compress(content)) == blob.size)
+    content = next(content for _, content in CONTENTS.values() if len(compression.compress(content)) == blob.size)
     writer = Archive.create(archive)
     for _, content in CONTENTS.values():
         writer.put_blob(content, oci.OBJECT_TYPE)
     assert Archive.open(archive).read_blob(blob) == next(
-        content for _, content in CONTENTS.values() if codec.compress(content) == path.read_bytes()
+        content for _, content in CONTENTS.values() if compression.compress(content) == path.read_bytes()
     )
 
 
@@ -776,7 +776,7 @@ def test_a_first_commit_syncs_all_that_leads_to_it(tmp_path: Path, monkeypatch: 
 
 def test_what_is_too_large_to_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive = Archive.create(tmp_path / "archive")
-    monkeypatch.setattr(codec, "CONTENT_LIMIT", 8)
+    monkeypatch.setattr(compression, "CONTENT_LIMIT", 8)
     with pytest.raises(CaptureRefusedError, match="not 1 to 8"):
         archive.put_blob(b"123456789", oci.GOLDEN_TYPE)
 

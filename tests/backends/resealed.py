@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from graphpack.archive import codec, oci
+from graphpack.archive import compression, oci
 from tests.archive.build import blob_path, read_record, reseal, write_blob
 
 
@@ -20,7 +20,7 @@ def with_object(archive: Path, code: bytes, graph: int = 0) -> str:
     """Put `code` in the place of a graph's object; its file, as messages name it."""
     record = read_record(archive)
     old = record["graphs"][graph]["object"]
-    data = codec.compress(code)
+    data = compression.compress(code)
     digest = write_blob(archive, data)
     new: dict[str, Any] = {
         "digest": digest,

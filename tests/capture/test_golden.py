@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from graphpack import CorruptArchiveError
-from graphpack.archive import codec
+from graphpack.archive import codec, compression
 from graphpack.convert import widened
 from graphpack.golden import (
     SAMPLES,
@@ -115,7 +115,7 @@ def test_at_most_one_megabyte_of_the_least_compressible_values(batch_size: int) 
         digests=random.integers(0, 256, (STEPS, count, 32), np.uint8),
     )
     made.inputs["token_ids"][:] = random.integers(0, width, (STEPS, batch_size))
-    assert len(codec.compress(encode(made))) <= 1_000_000
+    assert len(compression.compress(encode(made))) <= 1_000_000
     assert np.bincount(rows.ravel(), minlength=batch_size).min() >= min(STEPS, 5)
     output = TensorSpec(name="logits", dtype="float32", shape=(batch_size, width))
     assert decode(encode(made), bucket, inputs(bucket, width), output, WHERE).steps == STEPS

@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 
 from graphpack import documents, golden, regions
-from graphpack.archive import codec, oci, signature
+from graphpack.archive import codec, compression, oci, signature
 from graphpack.archive.check import check_features, decode_record
 from graphpack.archive.looks import looks_like
 from graphpack.archive.record import Record
@@ -146,7 +146,7 @@ def _refused_unless(found: object) -> None:
 
 def take_zstd(data: bytes) -> None:
     size = int.from_bytes(data[:4], "little")
-    content = codec.decompress(data[4:], size, WHERE, 1 << 20)
+    content = compression.decompress(data[4:], size, WHERE, 1 << 20)
     assert len(content) == size
 
 

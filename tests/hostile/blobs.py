@@ -16,7 +16,7 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]
 import zstandard
 
-from graphpack.archive import codec
+from graphpack.archive import compression
 from tests.archive.build import packed
 from tests.hostile.case import Case, Edit
 from tests.hostile.documents import MARK, bait, golden_with, in_record, sealed_record
@@ -84,10 +84,10 @@ def followed(more: Callable[[bytes], bytes]) -> Callable[[str], Edit]:
 
 
 ZSTD: dict[str, Callable[[str], Edit]] = {
-    "half a gigabyte of zeros, declared": framed(zeros(codec.CONTENT_LIMIT), codec.CONTENT_LIMIT),
+    "half a gigabyte of zeros, declared": framed(zeros(compression.CONTENT_LIMIT), compression.CONTENT_LIMIT),
     "64 MiB of zeros, declared": framed(zeros(64 << 20), 64 << 20),
-    "two gigabytes, declared": framed(zeros(codec.CONTENT_LIMIT), 4 * codec.CONTENT_LIMIT),
-    "zeros beyond what is declared": framed(zeros(codec.CONTENT_LIMIT)),
+    "two gigabytes, declared": framed(zeros(compression.CONTENT_LIMIT), 4 * compression.CONTENT_LIMIT),
+    "zeros beyond what is declared": framed(zeros(compression.CONTENT_LIMIT)),
     "a gigabyte of zeros, undeclared": framed(windowed(RUN * 8192 + LAST + bytes(4))),
     "a gigabyte behind the size that is declared": of_size(lambda size: claimed(size, RUN * 8192 + LAST + bytes(4))),
     "a terabyte, claimed": framed(claimed(1 << 40)),

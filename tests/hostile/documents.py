@@ -12,7 +12,7 @@ from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
 
-from graphpack.archive import codec, oci
+from graphpack.archive import codec, compression, oci
 from tests.archive.build import frame, packed, read_index, read_manifest, read_record, seal_record
 from tests.hostile.case import Case, Edit
 from tests.hostile.putting import BLOBS, MEMBERS, Record, content_of, file_of, put, put_content, put_frame, put_record
@@ -300,7 +300,7 @@ MSGPACK_BOMBS: dict[str, Edit] = {
 
 def put_frame_of(archive: Path, content: bytes) -> None:
     """A golden whose frame is stored, so that it is its content that is refused."""
-    put_frame(archive, "golden", codec.compress(content), len(content))
+    put_frame(archive, "golden", compression.compress(content), len(content))
 
 
 def json_bombs(member: str) -> dict[str, Edit]:

@@ -21,7 +21,7 @@ import zstandard
 from safetensors.numpy import save_file
 
 from graphpack import opening
-from graphpack.archive import codec
+from graphpack.archive import compression
 from graphpack.archive.record import Record
 from graphpack.archive.store import Archive
 from graphpack.backends.cpu import runtime
@@ -86,7 +86,7 @@ def of_other_content(data: bytes) -> bytes:
     content = bytearray(zstandard.ZstdDecompressor().decompress(data))
     for position in range(len(content) // 2, len(content), max(1, len(content) // 500)):
         content[position] ^= 1
-        other = codec.compress(bytes(content))
+        other = compression.compress(bytes(content))
         if len(other) == len(data):
             return other
         content[position] ^= 1

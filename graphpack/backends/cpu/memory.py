@@ -16,6 +16,7 @@ from graphpack.errors import Problem, StorageError
 from graphpack.graph import Region
 
 if TYPE_CHECKING:
+    from graphpack.backends.spare import Spare
     from graphpack.models.weights import WeightSource
 
 ALIGNMENT = 64
@@ -93,7 +94,7 @@ class CpuMemory:
         """Weights that are kept in memory of the host stay where they are."""
         self._keep = keep
 
-    def sleep(self) -> None:
+    def sleep(self, spare: Spare | None = None) -> None:  # noqa: ARG002 - pages are the kernel's to hand on
         self._state.clear()
         if self._keep == "disk":
             self._let_go()
@@ -106,7 +107,7 @@ class CpuMemory:
         if self._mapped or self._keep == "disk":
             refuse_changed(self._weights)
 
-    def wake(self) -> None:
+    def wake(self, spare: Spare | None = None) -> None:  # noqa: ARG002
         try:
             if self._keep == "disk":
                 self._fill()

@@ -10,6 +10,7 @@ from graphpack.backends.cuda.driver import Driver
 from graphpack.backends.cuda.libcuda import CudaError
 from graphpack.backends.cuda.placement import Placement, check_held, spans
 from graphpack.backends.cuda.structs import OUT_OF_MEMORY
+from graphpack.backends.spare import Spare
 from graphpack.errors import LayoutMismatchError, Problem, StorageError
 
 CHUNK = 256 << 20
@@ -26,7 +27,8 @@ class Arena:
 
     def __init__(self, driver: Driver, device: int, layout: Layout, placement: Placement) -> None:
         self._driver, self._device = driver, device
-        self._addresses, self._memory = ExitStack(), ExitStack()
+        self._addresses = ExitStack()
+        self._mapped: list[tuple[int, int, int]] = []
         parts = spans(layout.regions, placement.offsets, layout.granularity)
         check_held(layout, placement.bound, device, driver.pointer_range, driver.pointer_device)
         self._needed = sum(size for _, size in parts)
@@ -59,44 +61,60 @@ class Arena:
             )
         return base
 
-    def map(self, mapped: Callable[[int, int], None] | None = None) -> None:
-        """Have memory at the addresses; what it holds is not said. All of it or, when it raises, none.
+    def map(self, mapped: Callable[[int, int], None] | None = None, spare: Spare | None = None) -> None:
+        """Have memory at the addresses, of `spare` where that fits; what it holds is not said. All of it or, when it
+        raises, none.
 
         `mapped` is told the start and end of each part as soon as it can be used. Raises StorageError if the device has
         too little, and what `mapped` raises.
         """
-        with ExitStack() as undo:
-            try:
-                for address, size in self._parts:
-                    self._map(undo, address, size)
-                    if mapped is not None:
-                        mapped(address, address + size)
-            except BaseException:
+        try:
+            for address, size in self._parts:
+                self._map(address, size, spare)
+                if mapped is not None:
+                    mapped(address, address + size)
+        except BaseException:
+            with ExitStack() as last:
+                last.callback(self.unmap)
                 # What `mapped` has begun must not find its memory gone.
                 self._driver.synchronize()
-                raise
-            self._memory = undo.pop_all()
+            raise
 
-    def _map(self, undo: ExitStack, address: int, size: int) -> None:
+    def _map(self, address: int, size: int, spare: Spare | None) -> None:
+        handle = spare.take((self._device, size)) if spare else None
+        if handle is None:
+            handle = self._create(size)
         try:
-            handle = self._driver.create_memory(size, self._device)
+            self._driver.map_memory(address, size, handle)
+        except BaseException:
+            self._driver.release_memory(handle)
+            raise
+        self._mapped.append((address, size, handle))
+        self._driver.allow_access(address, size, self._device)
+
+    def _create(self, size: int) -> int:
+        try:
+            return self._driver.create_memory(size, self._device)
         except CudaError as error:
             if error.status != OUT_OF_MEMORY:
                 raise
             raise _too_little(self._needed, error.name) from error
-        undo.callback(self._driver.release_memory, handle)
-        self._driver.map_memory(address, size, handle)
-        undo.callback(self._driver.unmap_memory, address, size)
-        self._driver.allow_access(address, size, self._device)
 
-    def unmap(self) -> None:
-        """Give the memory back and keep the addresses. Nothing may use it until `map`."""
-        self._memory.close()
+    def unmap(self, spare: Spare | None = None) -> None:
+        """Give the memory back, or to `spare`, and keep the addresses. Nothing may use it until `map`."""
+        mapped, self._mapped = self._mapped, []
+        with ExitStack() as last:
+            for address, size, handle in mapped:
+                if spare is None:
+                    last.callback(self._driver.release_memory, handle)
+                else:
+                    last.callback(spare.put, (self._device, size), handle, self._driver.release_memory)
+                last.callback(self._driver.unmap_memory, address, size)
 
     def close(self) -> None:
         """Give the memory and the addresses back. Nothing may use them any more; closing twice is fine."""
         with self._addresses:
-            self._memory.close()
+            self.unmap()
 
 
 def chunks(parts: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:

@@ -9,7 +9,7 @@ The parameters of all launches lie in one column of bytes: each launch has a blo
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -233,16 +233,18 @@ def described(columns: GraphColumns) -> dict[str, object]:
     return found
 
 
-def decode(data: bytes, where: str, regions: Sequence[Region]) -> GraphColumns:
-    """The columns in the file `where`, everything in them checked against the layout's regions.
+def decode(
+    data: bytes, where: str, regions: Sequence[Region], reader: codec.ColumnsReader | None = None
+) -> GraphColumns:
+    """The columns in the file `where`, everything in them checked against the layout's regions. They lie in `data`.
 
     Raises CorruptArchiveError with every item that is wrong.
     """
-    return columns_of(codec.unpack(data, where, BLOB_LIMIT), where, regions)
+    return columns_of((reader or codec.ColumnsReader()).read(data, where, BLOB_LIMIT), where, regions)
 
 
-def columns_of(document: Plain, where: str, regions: Sequence[Region]) -> GraphColumns:
-    """As `decode`, of what was decoded already."""
+def columns_of(document: Mapping[str, Plain | memoryview], where: str, regions: Sequence[Region]) -> GraphColumns:
+    """As `decode`, of what was read already."""
     problems = _malformed(document)
     if not problems:
         try:
@@ -257,9 +259,9 @@ def columns_of(document: Plain, where: str, regions: Sequence[Region]) -> GraphC
     raise CorruptArchiveError("a captured graph is damaged", located)
 
 
-def _malformed(document: Plain) -> list[Problem]:
+def _malformed(document: Mapping[str, Plain | memoryview]) -> list[Problem]:
     """Whether the parts are there and of their kinds."""
-    if type(document) is not dict or document.keys() != {*_LISTS, *_COLUMNS}:
+    if document.keys() != {*_LISTS, *_COLUMNS}:
         return [Problem("graph", "has other parts than a graph")]
     texts = [
         Problem(key, "", f"must be a list of at most {NAME_LIST_LIMIT} texts")
@@ -268,10 +270,10 @@ def _malformed(document: Plain) -> list[Problem]:
         or len(document[key]) > NAME_LIST_LIMIT
         or not all(type(item) is str for item in document[key])
     ]
-    return texts + [Problem(key, "", "must be a column") for key in _COLUMNS if type(document[key]) is not bytes]
+    return texts + [Problem(key, "", "must be a column") for key in _COLUMNS if type(document[key]) is not memoryview]
 
 
-def _columns(document: dict[str, Any]) -> GraphColumns:
+def _columns(document: Mapping[str, Any]) -> GraphColumns:
     """ValueError for columns of different lengths, and for numbers that are none."""
     kernels, layouts = _table(document, "kernels", KERNELS), _table(document, "layouts", LAYOUTS)
     if len(layouts) > LAYOUT_LIMIT:
@@ -306,7 +308,7 @@ def _columns(document: dict[str, Any]) -> GraphColumns:
     )
 
 
-def _table(document: dict[str, bytes], table: str, dtype: np.dtype[np.void]) -> np.ndarray:
+def _table(document: Mapping[str, Any], table: str, dtype: np.dtype[np.void]) -> np.ndarray:
     """The structured array of a table from its columns. ValueError for columns of different lengths."""
     parts = {}
     for field in dtype.names or ():

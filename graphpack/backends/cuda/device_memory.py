@@ -19,6 +19,7 @@ from graphpack.backends.cuda.host_weights import HostWeights
 from graphpack.backends.cuda.placement import Placement
 from graphpack.backends.cuda.relay import Relay
 from graphpack.backends.cuda.upload import Upload, plan_upload
+from graphpack.backends.spare import Spare
 from graphpack.dtypes import DTYPES
 
 if TYPE_CHECKING:
@@ -167,9 +168,9 @@ class CudaMemory:
         if copy is not None:
             copy.close()
 
-    def sleep(self) -> None:
+    def sleep(self, spare: Spare | None = None) -> None:
         self._driver.set_context(self._context)
-        self._arena.unmap()
+        self._arena.unmap(spare)
 
     def check_wake(self, freed: int) -> None:
         self._driver.set_context(self._context)
@@ -177,11 +178,11 @@ class CudaMemory:
         if self._keep == "disk":
             refuse_changed(self._weights)
 
-    def wake(self) -> None:
+    def wake(self, spare: Spare | None = None) -> None:
         """Weights travel while the device zeroes everything else."""
         self._driver.set_context(self._context)
         with ExitStack() as undo:
-            self._arena.map(self._copy.send if self._copy is not None else None)
+            self._arena.map(self._copy.send if self._copy is not None else None, spare)
             undo.callback(self._arena.unmap)
             undo.callback(self._driver.synchronize)
             for kind in ("state", "scratch", "input", "output"):

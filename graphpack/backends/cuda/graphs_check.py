@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from graphpack.archive.codec import ColumnsReader
 from graphpack.archive.oci import IMAGE_TYPE, blob_file
 from graphpack.archive.record import Record
 from graphpack.backends.cuda.bindings import check_bindings
@@ -39,12 +40,13 @@ def check_graphs(record: Record, blobs: Mapping[str, bytes]) -> CheckedGraphs:
     problems: list[Problem] = []
     found: dict[Bucket, GraphColumns] = {}
     pairs: list[tuple[str, str]] = []
+    reader = ColumnsReader()
     for position, graph in enumerate(record.graphs):
-        columns = decode(blobs[graph.object], blob_file(graph.object), record.layout.regions)
+        columns = decode(blobs[graph.object], blob_file(graph.object), record.layout.regions, reader)
         problems += _check_graph(record, position, columns)
         pairs += zip(columns.names.images, graph.images, strict=False)
         found[graph.bucket] = columns
-    pieces, of_pieces = decode_pieces(record, blobs)
+    pieces, of_pieces = decode_pieces(record, blobs, reader)
     problems += of_pieces
     unnamed = dict(_unnamed_images(record, blobs))
     pairs += unnamed.items()

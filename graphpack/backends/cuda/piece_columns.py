@@ -10,7 +10,6 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -57,24 +56,28 @@ def encode(piece: PieceColumns) -> bytes:
     return codec.pack({**c.document_of(piece.columns), **{key: getattr(piece, key) for key in _KEYS}})
 
 
-def decode(data: bytes, where: str, regions: Sequence[Region]) -> PieceColumns:
-    """The piece in the file `where`, everything in it checked against `regions`, those of a call among them.
+def decode(
+    data: bytes, where: str, regions: Sequence[Region], reader: codec.ColumnsReader | None = None
+) -> PieceColumns:
+    """The piece in the file `where`, everything in it checked against `regions`, those of a call among them. Its
+    columns lie in `data`.
 
     Raises CorruptArchiveError with every item that is wrong.
     """
-    document, found = _opened(data, where)
+    document, found = _opened(data, where, reader or codec.ColumnsReader())
     return PieceColumns(columns=c.columns_of(document, where, regions), **found)
 
 
 def settings_of(data: bytes, where: str) -> str:
     """The digest of what the piece in the file `where` was captured under. Raises CorruptArchiveError."""
-    return _opened(data, where)[1]["settings"]
+    return _opened(data, where, codec.ColumnsReader())[1]["settings"]
 
 
-def _opened(data: bytes, where: str) -> tuple[Plain, dict[str, str]]:
+def _opened(
+    data: bytes, where: str, reader: codec.ColumnsReader
+) -> tuple[dict[str, Plain | memoryview], dict[str, str]]:
     """The document of the columns, and the keys that only pieces have."""
-    document: Any = codec.unpack(data, where, c.BLOB_LIMIT)
-    given = document if type(document) is dict else {}
+    given = reader.read(data, where, c.BLOB_LIMIT)
     found = {key: value for key in _KEYS if type(value := given.get(key)) is str and _DIGEST.fullmatch(value)}
     problems = [Problem(f"{where}: {key}", "", "must be a digest") for key in _KEYS if key not in found]
     if problems:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from graphpack.archive.codec import ColumnsReader
 from graphpack.archive.oci import blob_file
 from graphpack.archive.piecewise import NAME, Call, PiecewiseGraph, graphs_of, piecewise_of, tensor_regions
 from graphpack.archive.record import Record
@@ -17,7 +18,7 @@ from graphpack.schema import shown
 
 
 def decode_pieces(
-    record: Record, blobs: Mapping[str, bytes]
+    record: Record, blobs: Mapping[str, bytes], reader: ColumnsReader
 ) -> tuple[dict[int, tuple[GraphColumns, ...]], list[Problem]]:
     """The pieces of each piecewise graph by token count, and every way they are not those that the record describes.
 
@@ -28,7 +29,7 @@ def decode_pieces(
     near = Neighbours(record.layout.regions)
     for position, graph in enumerate(graphs_of(record)):
         checked = _GraphCheck(f"extensions.{NAME}.graphs[{position}]", graph, record, near)
-        found[graph.token_count] = tuple(checked.decode(blobs))
+        found[graph.token_count] = tuple(checked.decode(blobs, reader))
         problems += checked.problems
     return found, problems
 
@@ -90,14 +91,14 @@ class _GraphCheck:
         self._tensors = tensor_regions(graph)
         self.problems: list[Problem] = []
 
-    def decode(self, blobs: Mapping[str, bytes]) -> Iterator[GraphColumns]:
+    def decode(self, blobs: Mapping[str, bytes], reader: ColumnsReader) -> Iterator[GraphColumns]:
         graph = self._graph
         for number, piece in enumerate(graph.pieces):
             where, calls = f"{self._where}.pieces[{number}]", [call for call in graph.calls if call.piece == number]
             self._check_calls(where, calls)
             own = piece_columns.renamed(self._regions, self._named(calls[0]))
             layout = self._record.layout.regions
-            found = piece_columns.decode(blobs[piece.object], blob_file(piece.object), [*layout, *own])
+            found = piece_columns.decode(blobs[piece.object], blob_file(piece.object), [*layout, *own], reader)
             for name, archived, here in (
                 ("topology", piece.topology, found.topology),
                 ("stitching", graph.topology, found.stitching),

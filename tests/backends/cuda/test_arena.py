@@ -9,6 +9,7 @@ import pytest
 
 from graphpack.backends.cuda.arena import CHUNK, Arena, chunks
 from graphpack.backends.cuda.placement import place, spans
+from graphpack.backends.spare import Spare
 from graphpack.errors import LayoutMismatchError, StorageError
 from tests.backends.cuda.fake_driver import MIB, FakeDriver
 from tests.backends.cuda.made import BASE, REGIONS, layout
@@ -101,6 +102,50 @@ def test_what_was_begun_ends_before_its_memory_goes(driver: FakeDriver) -> None:
     assert not driver.mapped
     arena.close()
     assert driver.held() == {}
+
+
+def test_memory_is_handed_over_as_far_as_it_fits(driver: FakeDriver) -> None:
+    """Of twice 4 MiB one is what the other needs, which needs 2 MiB more."""
+    first = Arena(driver, 0, layout(), place(layout(), {}))
+    other = Arena(driver, 0, layout(), place(layout(), {}))
+    other.unmap()
+    (start, size), (behind, _) = other._parts
+    other._parts = [(start, size), (behind, 2 * MIB)]
+    spare = Spare()
+    handles = {*driver.mapped.values()}
+    first.unmap(spare)
+    assert not driver.mapped
+    assert driver.total - driver.free == 8 * MIB, "it is not given back"
+    other.map(spare=spare)
+    (left,) = handles - {driver.mapped[start]}
+    assert driver.mapped[behind] not in handles
+    assert left in driver.memory
+    spare.close()
+    spare.close()
+    assert left not in driver.memory, "nobody took it"
+    assert driver.total - driver.free == 6 * MIB
+    other.close()
+    first.close()
+    assert driver.held() == {}
+
+
+def test_what_was_handed_over_is_given_back_by_who_fails(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    arenas = [Arena(driver, 0, layout(), place(layout(), {})) for _ in range(2)]
+    spare = Spare()
+    for arena in arenas:
+        arena.unmap(spare)
+
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError
+
+    for call in ("map_memory", "allow_access"):
+        with monkeypatch.context() as patch:
+            patch.setattr(driver, call, fails)
+            with pytest.raises(ZeroDivisionError):
+                arenas[0].map(spare=spare)
+        assert not driver.mapped
+    spare.close()
+    assert driver.free == driver.total
 
 
 def test_twenty_rounds_leave_nothing_behind(driver: FakeDriver) -> None:

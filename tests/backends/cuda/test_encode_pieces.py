@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from graphpack.archive.codec import ColumnsReader
 from graphpack.archive.piecewise import Call, PiecewiseGraph, places, tensor_regions
 from graphpack.archive.record import Record
 from graphpack.backends import UNWRITTEN
@@ -306,7 +307,7 @@ def checked(captured: Captured, split: PiecewiseGraph, regions: Sequence[Region]
     described = replace(split, pieces=found.pieces)
     record = cast("Record", SimpleNamespace(layout=SimpleNamespace(regions=tuple(regions))))
     check = pieces_check._GraphCheck("graph", described, record, pieces_check.Neighbours(regions))
-    list(check.decode({UNWRITTEN: data}))
+    list(check.decode({UNWRITTEN: data}, ColumnsReader()))
     return [f"{problem.where}: {problem.archived}, {problem.here}" for problem in check.problems]
 
 

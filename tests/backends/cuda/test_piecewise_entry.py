@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from graphpack import backends, restore
-from graphpack.archive import codec, oci
+from graphpack.archive import codec, compression, oci
 from graphpack.archive.store import Archive
 from graphpack.backends.cuda.restore import CudaBackend
 from graphpack.backends.cuda.stitched import _operations
@@ -100,7 +100,7 @@ def with_piece(archive: Path, number: int, change: Callable[[dict[str, Any]], No
     document: Any = codec.unpack(opened.read_blob(blob), "", 1 << 24)
     change(document)
     code = codec.pack(document)
-    data = codec.compress(code)
+    data = compression.compress(code)
     new = {"digest": write_blob(archive, data), "size": len(data), "content_size": len(code)}
     kept = [blob for blob in record["blobs"] if blob["digest"] != old]
     blobs = {blob["digest"]: blob for blob in [*kept, {**new, "media_type": oci.CUDA_GRAPH_TYPE}]}
@@ -163,7 +163,7 @@ def test_images_of_pieces(archive: Path, driver: FakeDriver) -> None:
     (own,) = [b for b in record["blobs"] if b["media_type"] == oci.IMAGE_TYPE and b["digest"] not in named]
     reseal(archive, "blobs", [blob for blob in record["blobs"] if blob != own])
     assert "not in the entry" in str(refusal(archive, CorruptArchiveError))
-    other = codec.compress(b"another image" * 8)
+    other = compression.compress(b"another image" * 8)
     more = {"digest": write_blob(archive, other), "size": len(other), "content_size": 13 * 8}
     blobs = [*record["blobs"], {**more, "media_type": oci.IMAGE_TYPE}]
     reseal(archive, "blobs", sorted(blobs, key=lambda blob: str(blob["digest"])))

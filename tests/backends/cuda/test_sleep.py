@@ -95,7 +95,8 @@ def content(model: RestoredModel) -> dict[str, bytes]:
 def test_a_hundred_switches(pool: ModelPool, driver: FakeDriver) -> None:
     expected = logits(pool.switch("b"))
     room = room_of(pool.switch("b"))
-    built = {name: driver.calls[name] for name in ("instantiate", "add_kernel_nodes", "load_library", "reserve")}
+    once = ("instantiate", "add_kernel_nodes", "load_library", "reserve", "create_memory")
+    built = {name: driver.calls[name] for name in once}
     addresses = {name: dict(memory_of(pool.switch(name)).addresses) for name in NAMES}
     held = None
     for turn in range(100):
@@ -110,7 +111,9 @@ def test_a_hundred_switches(pool: ModelPool, driver: FakeDriver) -> None:
         assert held is None or driver.held() == held
     assert held
     assert held["reserved"] == 2
-    assert {name: driver.calls[name] for name in built} == built, "nothing is built or captured again"
+    assert {name: driver.calls[name] for name in built} == built, (
+        "nothing is built again, and memory goes from hand to hand"
+    )
 
 
 def test_all_that_wakes_is_as_it_was_restored(pool: ModelPool, driver: FakeDriver) -> None:
@@ -215,9 +218,10 @@ def test_a_tied_weight_is_one_region(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # --- failures
 
 
+@pytest.mark.parametrize("handed_over", [True, False])
 @pytest.mark.parametrize("keep", ["host", "disk"])
 def test_whatever_call_fails_the_pool_goes_on(
-    keep: str, archive: Path, checkpoint: Path, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+    keep: str, handed_over: bool, archive: Path, checkpoint: Path, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first, the second and the last call of each method that a switch makes."""
     with two(archive, checkpoint, keep=keep) as pool:
@@ -232,10 +236,16 @@ def test_whatever_call_fails_the_pool_goes_on(
             memory_of(member)._drop_copy()
             counted.counts.clear()
 
+        def switch() -> None:
+            if not handed_over:
+                pool.sleep("b")
+            pool.switch("a")
+
         fresh()
-        pool.switch("a")
+        switch()
         made = dict(counted.counts)
-        assert {"create_memory", "map_memory", "allow_access", "fill_async", "copy_to_device_async"} <= set(made)
+        assert {"map_memory", "allow_access", "fill_async", "copy_to_device_async"} <= set(made)
+        assert handed_over == ("create_memory" not in made)
         assert keep == "disk" or {"copy_to_host_async", "register_host", "create_stream"} <= set(made)
         tried = 0
         for name, count in made.items():
@@ -243,7 +253,7 @@ def test_whatever_call_fails_the_pool_goes_on(
                 fresh()
                 counted.failing = (name, number)
                 try:
-                    pool.switch("a")
+                    switch()
                 except GraphpackError:
                     tried += 1
                     assert "a" not in pool.awake
@@ -396,15 +406,15 @@ def test_weights_travel_while_later_parts_are_mapped(tmp_path: Path, monkeypatch
     monkeypatch.setattr(restore, "backend", lambda _: CudaBackend(lambda: made))
     make_checkpoint("tiny-qwen3", tmp_path / "checkpoint")
     copied: list[int] = []
-    create = made.create_memory
+    map_memory = made.map_memory
 
-    def watched(size: int, device: int) -> int:
+    def watched(address: int, size: int, handle: int) -> None:
         copied.append(made.calls["copy_to_device_async"])
-        return create(size, device)
+        map_memory(address, size, handle)
 
     with two(replays, tmp_path / "checkpoint", keep="host") as pool:
         expected = pool.switch("b").step([3, 4], [0, 0]).numpy()
-        monkeypatch.setattr(made, "create_memory", watched)
+        monkeypatch.setattr(made, "map_memory", watched)
         np.testing.assert_array_equal(pool.switch("a").step([3, 4], [0, 0]).numpy(), expected)
         assert len(copied) == parts_of(pool.switch("a")) > 1
         assert copied[1] > copied[0], "the weights lie in the first part"
