@@ -226,6 +226,8 @@ sys.exit(main())
 DIES = "lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)"
 WAITS = "lambda *_, **__: __import__('time').sleep(100)"
 IN_LOAD = "import graphpack.backends.cpu.memory as m; m.CpuMemory._fill = {act}"
+IN_PROOF = "import graphpack.restore as r; r.verify_graphs = {act}"
+IN_CAPTURE = "import graphpack.capture as c; c._Save._capture = {act}"
 IN_SAVE = "import graphpack.backends.cpu.pieces as p; p.capture_pieces = {act}"
 
 
@@ -248,11 +250,10 @@ graphpack.restore.verify_graphs = compare
     ("killed", "other"), [(0, ""), (1, ""), (1, TAKES_IT_FOR_A_SUM)], ids=["first", "second", "second, in a sum"]
 )
 def test_a_rank_killed_in_a_load_ends_the_others(killed: int, other: str, ranks: Ranks, kept: Path) -> None:
-    dies = IN_LOAD.format(act=DIES)
-    if other:
-        dies = f"import graphpack.restore as r; r.verify_graphs = {DIES}"
+    where, options = (IN_PROOF, ("--verify",)) if other else (IN_LOAD, ())
+    dies = where.format(act=DIES)
     programs = [KILLED.format(setup=dies if rank == killed else other) for rank in range(SIZE)]
-    ended = ranks(programs, "load", kept, "--verify", "--format", "json")
+    ended = ranks(programs, "load", kept, *options, "--format", "json")
     assert_ends_with(ended, killed)
 
 
@@ -266,12 +267,13 @@ def test_a_rank_killed_in_a_save_ends_the_others_at_once_and_leaves_no_entry(ran
 
 
 def test_a_rank_that_is_asked_to_stop_stops_the_others_and_nothing_is_left(ranks: Ranks, tmp_path: Path) -> None:
-    programs = [KILLED.format(setup=IN_SAVE.format(act=act)) for act in (WAITS, DIES.replace("SIGKILL", "SIGTERM"))]
+    acts = WAITS, DIES.replace("SIGKILL", "SIGTERM")
+    programs = [KILLED.format(setup=IN_CAPTURE.format(act=act)) for act in acts]
     options = ("--mode", "piecewise", "--batch-sizes", "1", "--token-counts", "1", "--format", "json")
     other, stopped = ranks(programs, "save", "tiny-qwen3", tmp_path / "archive", *options)
     assert error_of(stopped)["code"] == 143
     error = error_of(other)
-    assert (error["code"], error["message"]) == (12, "rank 1 of 2: stopped in compile: SIGTERM")
+    assert (error["code"], error["message"]) == (12, "rank 1 of 2: stopped in capture: SIGTERM")
     assert other.seconds - stopped.seconds < LIMIT
     assert not (tmp_path / "archive").exists()
 
