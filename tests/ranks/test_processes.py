@@ -103,8 +103,8 @@ from graphpack.backends.cpu.policy import object_name
 from graphpack.elf import parse
 from graphpack.results import SaveRequest
 
-# g++ gives the same bytes for the same trace, and takes most of a save. What it gave for the kept archive is taken
-# from there; if that is another trace, it compiles.
+# Compilers give the same bytes for the same trace, and take most of a save. What they gave for the kept archive is
+# taken from there; if that is another trace, they compile.
 kept = Archive.open(sys.argv[1])
 objects = {}
 for entry in kept.find(None):
@@ -112,8 +112,16 @@ for entry in kept.find(None):
         content = kept.read_blob(blob)
         if content.startswith(b"\\x7fELF"):
             objects[parse(content).soname] = content
-build = compiling.build
-compiling.build = lambda directory, name, stop: objects.get(name) or build(directory, name, stop)
+generate, build, traced = compiling.generate, compiling.build, {}
+
+def compiled(directory, name, stop):
+    if name in objects:
+        return objects[name]
+    generate(*traced[directory])
+    return build(directory, name, stop)
+
+compiling.generate = lambda *given: traced.update({given[2]: given})
+compiling.build = compiled
 
 request = SaveRequest(
     model="tiny-qwen3", archive=Path(sys.argv[2]), cpu_isa="avx2", mode="piecewise",
