@@ -60,6 +60,8 @@ class RestoredModel:
         self.checkpoint = located.directory
         self.buckets: tuple[Bucket, ...] = tuple(sorted(graphs))
         """The captured (batch size, sequence length) pairs, smallest first."""
+        self.inputs = graphs[self.buckets[0]][0].inputs
+        """What a step of the smallest bucket takes."""
         self._graphs = dict(graphs)
         self._memory = memory
         self._prefill = Prefill(record, pieces or {})
@@ -164,8 +166,7 @@ class RestoredModel:
         with self._lock:
             self._require_open()
             checked = self._prefill.check(prompts, slots, positions)
-            dtype = self._graphs[self.buckets[0]][0].outputs[0].dtype
-            return Tensor(self._prefill.run(*checked), dtype)
+            return Tensor(self._prefill.run(*checked), self._graphs[self.buckets[0]][0].outputs[0].dtype)
 
     def _count(self, bucket: Bucket, padding: int) -> None:
         if not self._replays:
@@ -362,7 +363,7 @@ class RestoredModel:
     def _require_decode(self) -> None:
         self._require_open()
         if not all(is_decode(graph.inputs) for graph, _ in self._graphs.values()):
-            names = ", ".join(spec.name for spec in next(iter(self._graphs.values()))[0].inputs)
+            names = ", ".join(spec.name for spec in self.inputs)
             raise InputError("this entry is not a decode step; call replay", [Problem("inputs", names)])
 
     def _check(

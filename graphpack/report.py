@@ -223,6 +223,8 @@ def _inspected(entry: Document) -> list[str]:
         lines += _section(f"environment, {kind}", fields)
     if entry.get("graphs"):
         lines += _graphs(entry["graphs"])
+    if "ranks" in entry:
+        lines += _section("ranks", {**entry["ranks"], "shards": f"{len(entry['ranks']['shards'])} tensors are split"})
     if "piecewise" in entry:
         lines += _piecewise(entry["piecewise"])
     if "kernels" in entry:

@@ -13,7 +13,7 @@ from graphpack.errors import Problem
 if TYPE_CHECKING:
     from graphpack.archive.piecewise import PiecewiseGraph, PiecewiseSettings
     from graphpack.archive.record import Environment, Graph, Layout, Settings, Weights
-    from graphpack.graph import Bucket, Chunk
+    from graphpack.graph import Shape
     from graphpack.identity.environment import Host
     from graphpack.models.registry import ResolvedModel
     from graphpack.models.weights import WeightSource
@@ -62,7 +62,7 @@ class CapturedEntry:
     notes: tuple[str, ...] = ()
 
 
-Captured = Callable[["Bucket | Chunk", int, float], None]
+Captured = Callable[["Shape", int, float], None]
 """Told of each bucket and each token count that was captured: its nodes and the seconds it took."""
 
 

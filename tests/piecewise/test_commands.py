@@ -62,11 +62,6 @@ def test_a_model_without_a_prefill_is_refused(tmp_path: Path, refused: Refused) 
     assert not (tmp_path / "archive").exists()
 
 
-def test_pieces_are_not_captured_on_cuda_yet(refused: Refused) -> None:
-    said = refused(2, "save", "tiny-llama", "archive", "--mode", "piecewise", "--device", "cuda")
-    assert "no piecewise entries on cuda" in said
-
-
 @pytest.mark.parametrize("names", [("all_reduce",), (), ("slot_attention", "route_experts")])
 def test_a_request_has_split_operations_that_there_are(names: tuple[str, ...]) -> None:
     with pytest.raises(UsageError, match="some of route_experts, slot_attention, sorted, each once"):

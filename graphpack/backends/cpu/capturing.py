@@ -68,30 +68,34 @@ class CpuCapturing:
         from graphpack.backends.cpu.capture import capture
         from graphpack.backends.cpu.compile import symbol_versions
         from graphpack.backends.cpu.pieces import capture_pieces
+        from graphpack.group import together
 
         step = model.build(source, dtype)
-        buckets = [Bucket(batch, seq) for seq in settings.seq_lens for batch in settings.batch_sizes]
+        alone = model.part is None  # else decode steps run in pieces
+        buckets = [Bucket(batch, seq) for seq in settings.seq_lens for batch in settings.batch_sizes if alone]
         names = frozenset({*source.tensors, *source.aliases})
-        pieces = (
-            capture_pieces(
-                step,
-                settings,
-                piecewise,
-                names,
-                source.aliases,
-                self._isa,
-                lambda one: done(one.chunk, sum(piece.nodes for piece in one.graph.pieces), one.seconds),
+        state = step.state(settings.slots, max(settings.seq_lens))
+        with together("compile"):
+            pieces = (
+                capture_pieces(
+                    step,
+                    settings,
+                    piecewise,
+                    names,
+                    source.aliases,
+                    self._isa,
+                    lambda one: done(one.chunk, sum(piece.nodes for piece in one.graph.pieces), one.seconds),
+                )
+                if piecewise
+                else []
             )
-            if piecewise
-            else []
-        )
-        captured = capture(
-            step, buckets, settings, names, self._isa, lambda graph: done(graph.bucket, graph.nodes, graph.seconds)
-        )
-        agreed = agree(step, captured, pieces, source, dtype)
+            captured = capture(
+                step, buckets, settings, names, self._isa, lambda graph: done(graph.bucket, graph.nodes, graph.seconds)
+            )
+        agreed = agree(step, captured, pieces, source, dtype, state)
         specs = {name: spec for name, (spec, _) in agreed.constants.items()}
         graphs, stitched = [graph for graph, _ in agreed.graphs], [graph for graph, _ in agreed.pieces]
-        regions = expected_regions(graphs, stored_specs(weights), specs, dtype, stitched)
+        regions = expected_regions(graphs, stored_specs(weights), specs, dtype, stitched, state)
         codes = [*(found.code for found in captured), *(code for found in pieces for code in found.codes)]
         versions = {version for code in codes for version in symbol_versions(code)}
         return CapturedEntry(

@@ -9,19 +9,21 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from graphpack.archive.oci import blob_file
+from graphpack.archive.piecewise import graphs_of
 from graphpack.archive.record import Layout, Record
-from graphpack.backends import Executable, Room
-from graphpack.backends.cuda.columns import GraphColumns
+from graphpack.backends import Room
 from graphpack.backends.cuda.device_memory import CudaMemory, own_region
 from graphpack.backends.cuda.driver import Driver, driver
 from graphpack.backends.cuda.executable import CudaGraph
 from graphpack.backends.cuda.graphs_check import CheckedGraphs, check_graphs
 from graphpack.backends.cuda.heap import HeapPages
 from graphpack.backends.cuda.host import HostBuffer, HostPages
-from graphpack.backends.cuda.images import Images, needs_of
+from graphpack.backends.cuda.images import Identity, Images, needs_of
+from graphpack.backends.cuda.pieces_check import check_captured_under, check_placed
 from graphpack.backends.cuda.placement import place, spans
 from graphpack.backends.cuda.relay import relay_buffers
 from graphpack.backends.cuda.session import DeviceSession
+from graphpack.backends.cuda.stitched import StitchedGraph
 from graphpack.backends.cuda.upload import upload_buffers
 from graphpack.errors import Problem
 from graphpack.graph import Bucket, Region
@@ -58,9 +60,11 @@ class CudaSession:
         self._checking: Future[CheckedGraphs] | None = None
         self._buffer: Future[HostBuffer] | None = None
         self._heap: HeapPages | None = None
-        self._columns: dict[Bucket, GraphColumns] = {}
+        self._checked: CheckedGraphs | None = None
         self._contents: dict[str, bytes] = {}
         self._files: dict[str, str] = {}
+        self._functions: dict[Identity, int] = {}
+        self._lazy = False
         self._memory: CudaMemory | None = None
         self._undo = ExitStack()
         self._undo.callback(self._device.close)
@@ -97,7 +101,7 @@ class CudaSession:
         )
         return (*placed, *(region for region in layout.regions if region.kind == "scratch"))
 
-    def check_settings(self, record: Record, blobs: Mapping[str, bytes]) -> list[Problem]:  # noqa: ARG002
+    def check_settings(self, record: Record, blobs: Mapping[str, bytes]) -> list[Problem]:
         problems = []
         if record.settings.cpu_isa is not None:
             problems.append(Problem("settings.cpu_isa", record.settings.cpu_isa, "none on a cuda device", "save again"))
@@ -109,7 +113,7 @@ class CudaSession:
                     for name in (own_region(graph.bucket, spec.name) for spec in specs)
                     if regions.get(name) != kind
                 ]
-        return problems
+        return problems + check_placed(record) + check_captured_under(record, blobs)
 
     def prepare(self, record: Record, blobs: Mapping[str, bytes]) -> None:
         """Decode and check graphs and images in a thread."""
@@ -121,8 +125,7 @@ class CudaSession:
         """Wait until everything has been checked. Raises CorruptArchiveError."""
         if self._checking is None:
             raise RuntimeError("blobs are checked where they were prepared: prepare comes first")
-        checked = self._checking.result()
-        self._columns = checked.columns
+        self._checked = checked = self._checking.result()
         self._contents = {digest: blobs[blob] for digest, blob in checked.images.items()}
         self._files = {digest: blob_file(blob) for digest, blob in checked.images.items()}
 
@@ -158,12 +161,11 @@ class CudaSession:
         request: LoadRequest,
     ) -> dict[Bucket, CudaGraph]:
         """Load the images and build the graphs: the smallest bucket's in any case, while weights travel."""
-        device, memory = self._device, self._memory
-        if memory is None:
-            raise RuntimeError("graphs need memory: allocate comes first")
+        device, memory, checked = self._device, *self._ready()
         images = Images(device.driver, device.device, device.context)
         self._undo.callback(images.close)
-        images.load(self._contents, needs_of(self._columns.values()), self._files)
+        images.load(self._contents, needs_of(checked.every()), self._files)
+        self._functions, self._lazy = images.functions, request.lazy_graphs
         device.driver.set_context(device.context)
         heap, self._heap = self._heap, None
         if heap is not None:
@@ -171,7 +173,7 @@ class CudaSession:
         graphs: dict[Bucket, CudaGraph] = {}
         with ExitStack() as undo:
             for graph in sorted(record.graphs, key=lambda graph: graph.bucket):
-                columns = self._columns[graph.bucket]
+                columns = checked.columns[graph.bucket]
                 built = CudaGraph(device.driver, device.context, graph, columns, images.functions, memory)
                 undo.callback(built.close)
                 if not graphs:
@@ -184,9 +186,25 @@ class CudaSession:
             heap.close()
         return graphs
 
-    def rebuild_pieces(self, record: Record, blobs: Mapping[str, bytes]) -> dict[int, Executable]:  # noqa: ARG002
-        """No record of this device has piecewise graphs: `archive.piecewise` refuses one."""
-        return {}
+    def rebuild_pieces(self, record: Record, blobs: Mapping[str, bytes]) -> dict[int, StitchedGraph]:  # noqa: ARG002
+        """Likewise the graphs of pieces, a graph a call; `rebuild` has loaded their images."""
+        device, memory, checked = self._device, *self._ready()
+        graphs: dict[int, StitchedGraph] = {}
+        with ExitStack() as undo:
+            for graph in graphs_of(record):
+                pieces = checked.pieces[graph.token_count]
+                built = StitchedGraph(device.driver, device.context, record, graph, pieces, self._functions, memory)
+                undo.callback(built.close)
+                if not self._lazy:
+                    built.prepare()
+                graphs[graph.token_count] = built
+            undo.pop_all()
+        return graphs
+
+    def _ready(self) -> tuple[CudaMemory, CheckedGraphs]:
+        if self._memory is None or self._checked is None:
+            raise RuntimeError("graphs need memory and columns: check_blobs and allocate come first")
+        return self._memory, self._checked
 
     def close(self) -> None:
         """Closing twice is fine."""
