@@ -110,9 +110,9 @@ LOAD = """
     restore backends.cuda.restore
 """.split()  # noqa: SIM905 - as above
 NOT_FOR_EVERY_LOAD = """
-    results.save results.verify results.maintain results.sign
-    configuration.reader configuration.yaml_file archive.keys archive.store archive.collect archive.lock
-    elf identity.symbol_versions identity.cuda_software models.presets models.seeded models.registry
+    results.save results.verify results.maintain results.sign results.replay golden trials weight_update
+    configuration.reader configuration.yaml_file archive.keys archive.signature archive.store archive.collect
+    archive.lock elf identity.symbol_versions identity.cuda_software models.presets models.seeded models.registry
     backends.capturing backends.cuda.capturing backends.cpu sampling generate documents report
 """.split()  # noqa: SIM905 - as above
 
