@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType, TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -17,33 +17,25 @@ from graphpack.arguments import BY_NAME, SECONDS, TEXT, check_arguments
 from graphpack.backends import KEEPS, Executable, Memory
 from graphpack.backends.spare import Spare
 from graphpack.dispatch import FALLBACKS, POLICIES, check_captured, check_choice, choose, no_bucket, padded
-from graphpack.errors import (
-    AsleepError,
-    ClosedError,
-    InputError,
-    Problem,
-    UsageError,
-    WeightsMismatchError,
-)
+from graphpack.errors import AsleepError, ClosedError, InputError, Problem, UsageError, WeightsMismatchError
 from graphpack.fallback import Fallback
-from graphpack.golden import Golden
 from graphpack.graph import Bucket, TensorSpec, is_decode
 from graphpack.inputs import arrays_of, check_inputs, length_of, row_count, with_rows
 from graphpack.models.locate import Located
 from graphpack.prefill import Prefill
 from graphpack.results.load import LoadedEntry
-from graphpack.results.replay import BenchRow, Stats, VerifiedBucket
 from graphpack.slots import Slots, check_made_of_slots
 from graphpack.tensor import Tensor
-from graphpack.trials import Trial, bench_graphs, verify_graphs
-from graphpack.weight_update import plan_update
+
+if TYPE_CHECKING:
+    from graphpack.golden import Golden
+    from graphpack.results.replay import BenchRow, Stats, VerifiedBucket
 
 
 class RestoredModel:
     """Graphs of one entry, ready to replay. A context manager; one call at a time, others wait.
 
-    `result` says what was restored, and what was and was not proven about it; `checkpoint` is the directory the weights
-    are in, None if they are in none.
+    `result` says what was restored and what was proven about it; `checkpoint` is the directory of the weights, or None.
     """
 
     def __init__(
@@ -88,6 +80,8 @@ class RestoredModel:
     @property
     def stats(self) -> Stats:
         """What was run so far, as it is now: `verify` and `bench` do not count."""
+        from graphpack.results.replay import Stats
+
         with self._lock:
             return Stats(
                 replays=MappingProxyType(dict(sorted(self._replays.items()))),
@@ -243,6 +237,8 @@ class RestoredModel:
         Raises OutputsDifferError with the first step that differs in each bucket, and WeightsMismatchError after
         `update_weights`.
         """
+        from graphpack.trials import Trial, verify_graphs
+
         with self._lock:
             self._require_open()
             if self.weights.root != self.record.weights.root:
@@ -257,6 +253,8 @@ class RestoredModel:
 
     def bench(self, seconds: float = 1.0) -> list[BenchRow]:
         """Time steps of every bucket for about `seconds` each, at position 0, leaving the state zeroed."""
+        from graphpack.trials import bench_graphs
+
         with self._lock:
             self._require_open()
             check_arguments(InputError, seconds=(seconds, SECONDS))
@@ -322,11 +320,12 @@ class RestoredModel:
         Raises InputError with everything that does not fit, and nothing is written then. A model of which only a part
         could be written is closed.
         """
+        from graphpack.weight_update import plan_update
+
         with self._lock:
             self._require_open()
             check_arguments(InputError, tensors=(tensors, BY_NAME))
-            bound = self._memory.bound
-            update = plan_update(self.record, self.weights, tensors, bound, constants_hold=constants_hold)
+            update = plan_update(self.record, self.weights, tensors, self._memory.bound, constants_hold=constants_hold)
             self.updated = self.updated or bool(update.values)
             try:
                 for region, values in update.values.items():

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from graphpack import golden
 from graphpack.archive.ahead import BlobsAhead
 from graphpack.archive.check import check_features
 from graphpack.archive.piecewise import PiecewiseGraph, graphs_of, shaped_graphs
@@ -28,7 +28,6 @@ from graphpack.errors import (
     UnsupportedFormatError,
     WeightsMismatchError,
 )
-from graphpack.golden import Golden
 from graphpack.graph import Bucket, Shape, bucket_of
 from graphpack.identity.agreement import refuse_contradictions
 from graphpack.identity.compat import check_environment
@@ -52,9 +51,11 @@ from graphpack.regions import (
 from graphpack.replay import RestoredModel
 from graphpack.results.load import LoadedEntry, LoadRequest
 from graphpack.results.observer import Observer
-from graphpack.results.replay import VerifiedBucket
 from graphpack.stages import Stages
-from graphpack.trials import Trial, verify_graphs
+
+if TYPE_CHECKING:
+    from graphpack.golden import Golden
+    from graphpack.results.replay import VerifiedBucket
 
 Graphs = dict[Bucket, tuple[Graph, Executable]]
 Pieces = dict[int, tuple[PiecewiseGraph, Executable]]
@@ -298,6 +299,8 @@ class _Restore:
         goldens: dict[Shape, Golden] = {}
         if not (self._request.verify or self._other_device):
             return goldens
+        from graphpack import golden
+
         for shape, graph in shaped_graphs(self._record):
             where, blob = f"blobs/sha256/{graph.golden}", self._golden_blob(graph.golden)
             found = golden.decode(blob, bucket_of(shape), graph.inputs, graph.outputs[0], where)
@@ -313,6 +316,8 @@ class _Restore:
         if not goldens:
             self._ladder.skipped("outputs", "load --verify replays the goldens")
             return ()
+        from graphpack.trials import Trial, verify_graphs
+
         memory.exact = memory.exact and self._exact
         with self._stage("verify"):
             try:

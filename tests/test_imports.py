@@ -115,6 +115,19 @@ DOORS = {
     ("backends.cuda.stitched", "backends.cuda.operations"),
 }
 
+# What a load on a CUDA device imports in any case, and what it leaves to those that need it: half of the time until the
+# first token is that of imports.
+LOAD = """
+    opening results.load results.observer archive.reading identity.compat configuration.config trust_settings
+    restore backends.cuda.restore
+""".split()  # noqa: SIM905 - as above
+NOT_FOR_EVERY_LOAD = """
+    results.save results.verify results.maintain results.sign results.replay golden trials weight_update
+    configuration.reader configuration.yaml_file archive.keys archive.signature archive.store archive.collect
+    archive.lock elf identity.symbol_versions identity.cuda_software models.presets models.seeded models.registry
+    backends.capturing backends.cuda.capturing backends.cpu sampling generate documents report
+""".split()  # noqa: SIM905 - as above
+
 MAY_START_PROCESSES = {"backends.cpu.compile", "jobs", "proof"}
 NEVER_IMPORTED = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "zipfile", "tarfile"}
 NEVER_CALLED = {"eval", "exec", "os.system", "os.popen", "torch.load", "torch.export.load", "aoti_load_package"}
@@ -227,3 +240,14 @@ def test_importing_does_not_bring_torch(module: str) -> None:
 def test_what_starts_a_driver_is_imported_before_what_is_slow_to_import() -> None:
     code = "import sys, graphpack.opening, graphpack.backends.cuda.libcuda; sys.exit('numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent).returncode == 0
+
+
+def test_a_load_imports_only_what_every_load_needs() -> None:
+    assert set(LOAD) | set(NOT_FOR_EVERY_LOAD) <= set(ORDER)
+    code = f"import sys, {', '.join(f'graphpack.{module}' for module in LOAD)}; print(*sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, check=True
+    )
+    imported = {name.removeprefix("graphpack.") for name in result.stdout.split()}
+    assert set(LOAD) <= imported
+    assert sorted(imported & set(NOT_FOR_EVERY_LOAD)) == []

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from graphpack.archive import codec, compression, files, oci
 from graphpack.archive.check import decode_record
@@ -20,8 +20,10 @@ from graphpack.archive.finding import archive_root, no_archive, no_such_entries,
 from graphpack.archive.permissions import Permissions
 from graphpack.archive.ranks import WHOLE, Part, check_group, part_of, tag_of
 from graphpack.archive.record import Blob, FormatVersion, Producer, Record
-from graphpack.archive.signature import BUNDLE_LIMIT, Signed, decode_bundle
 from graphpack.errors import CorruptArchiveError, GraphpackError, Problem, UnsupportedFormatError
+
+if TYPE_CHECKING:
+    from graphpack.archive.signature import Signed
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class EntryRef:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
+    """An entry that was read. `record_digest` is that of its record's file."""
+
     ref: EntryRef
     record: Record
     record_digest: str
@@ -214,13 +218,16 @@ class Reader:
 
         Raises CorruptArchiveError, StorageError.
         """
-        found = []
-        for named_by, listed in self._signature_manifests().get(ref.digest, ()):
-            if listed.entry.size != ref.size:
-                raise codec.corrupt(named_by, f"its subject is {ref.size} bytes long, not {listed.entry.size}")
-            data = self._read(listed.bundle.digest, listed.bundle.size, BUNDLE_LIMIT, named_by)
-            found.append(decode_bundle(data, oci.blob_file(listed.bundle.digest)))
-        return tuple(found)
+        manifests = self._signature_manifests().get(ref.digest, ())
+        return tuple(self._read_signature(ref, named_by, listed) for named_by, listed in manifests)
+
+    def _read_signature(self, ref: EntryRef, named_by: str, listed: oci.SignatureManifest) -> Signed:
+        from graphpack.archive.signature import BUNDLE_LIMIT, decode_bundle
+
+        if listed.entry.size != ref.size:
+            raise codec.corrupt(named_by, f"its subject is {ref.size} bytes long, not {listed.entry.size}")
+        data = self._read(listed.bundle.digest, listed.bundle.size, BUNDLE_LIMIT, named_by)
+        return decode_bundle(data, oci.blob_file(listed.bundle.digest))
 
     def _signature_manifests(self) -> _Signatures:
         """Read once for an index: each of very many entries asks for its own."""
