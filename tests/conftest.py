@@ -16,6 +16,11 @@ from graphpack import trust_settings
 Count = Callable[[str, int], None]
 ARCHIVES = Path(__file__).parent / "archives"
 
+# Before anything loads OpenMP, here and in processes of the tests' own. Steps of tiny models are no work for threads,
+# which wait for each other by spinning: on a busy machine a proof takes ten times as long. What threads change is tested
+# by name.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
