@@ -19,14 +19,12 @@ ROOM = Path(__file__).parent
 ARCHIVES = ROOM / "archives"
 
 # Before anything loads OpenMP, here and in processes of the tests' own. Steps of tiny models are no work for threads,
-# which wait for each other by spinning: on a busy machine a proof takes ten times as long. What threads change is tested
-# by name.
+# which wait for each other by spinning: on a busy machine a proof takes ten times as long. Tests of threads ask for them.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-
 MEASURED = ("archive", "cli", "fuzz", "identity", "test_trust_settings.py")
-"""The rooms whose tests run with coverage, of which scripts/test.sh asks about `archive` and `identity` alone. In the
-others it found no line or branch more, and took a quarter of their time."""
+"""The rooms whose tests run with coverage, which scripts/test.sh asks of `archive` and `identity` alone. In the others
+it found two lines more, and took up to a third of their time."""
 
 
 @contextmanager
