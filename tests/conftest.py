@@ -19,7 +19,7 @@ ROOM = Path(__file__).parent
 ARCHIVES = ROOM / "archives"
 
 # Before anything loads OpenMP, here and in processes of the tests' own. Steps of tiny models are no work for threads,
-# which wait for each other by spinning: on a busy machine a proof takes ten times as long. Tests of threads ask for them.
+# which spin while they wait for each other: on a busy machine a proof takes ten times as long.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 MEASURED = ("archive", "cli", "fuzz", "identity", "test_trust_settings.py")
