@@ -141,10 +141,11 @@ class Import:
     lazy: bool
 
 
-def modules() -> list[str]:
+@cache
+def modules() -> tuple[str, ...]:
     paths = sorted(PACKAGE.rglob("*.py"))
     names = [".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__") for path in paths]
-    return [name for name in names if name != "__init__"]
+    return tuple(name for name in names if name != "__init__")
 
 
 def file_of(module: str) -> Path:
