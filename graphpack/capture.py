@@ -12,7 +12,7 @@ from graphpack.archive.piecewise import graphs_of
 from graphpack.archive.ranks import Part, part_of
 from graphpack.archive.record import FORMAT_MAJOR, FORMAT_MINOR, Record, Weights
 from graphpack.archive.store import Archive, Entry, EntryRef
-from graphpack.backends import CapturedEntry, capturing
+from graphpack.backends.capturing import CapturedEntry, capturing
 from graphpack.configuration.config import find_config
 from graphpack.entry import WrittenEntry, write_entry
 from graphpack.errors import (
@@ -31,7 +31,8 @@ from graphpack.models.registry import resolve
 from graphpack.models.weights import WeightSource
 from graphpack.proof import free_port, prove
 from graphpack.ranks import Alone, Company, place_of
-from graphpack.results import GraphRow, Observer, PiecesRow, SaveRequest, SaveResult, SilentObserver
+from graphpack.results.observer import Observer, SilentObserver
+from graphpack.results.save import GraphRow, PiecesRow, SaveRequest, SaveResult
 from graphpack.schema import to_plain
 from graphpack.stages import Stages
 

@@ -14,15 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphpack.errors import GraphpackError
-from graphpack.results import (
-    BenchRow,
-    Collected,
-    LoadedEntry,
-    Removed,
-    SaveResult,
-    SignedEntry,
-    VerifiedEntry,
-)
 from graphpack.schema import to_plain
 from graphpack.texts import Generated
 
@@ -31,6 +22,12 @@ if TYPE_CHECKING:
     from graphpack.archive.record import Blob, Graph, Record
     from graphpack.archive.store import Archive, Entry
     from graphpack.archive.trust import Policy
+    from graphpack.results.load import LoadedEntry
+    from graphpack.results.maintain import Collected, Removed
+    from graphpack.results.replay import BenchRow
+    from graphpack.results.save import SaveResult
+    from graphpack.results.sign import SignedEntry
+    from graphpack.results.verify import VerifiedEntry
 
 SCHEMA_VERSION = 1
 

@@ -11,8 +11,7 @@ import torch
 from graphpack.archive.record import Record
 from graphpack.backends import Memory
 from graphpack.errors import EnvironmentMismatchError, Problem, UsageError, WeightsMismatchError
-from graphpack.golden import DECODE_INPUTS
-from graphpack.graph import Bucket
+from graphpack.graph import DECODE_INPUTS, Bucket
 from graphpack.models.decoder import DecoderStep
 from graphpack.models.locate import Located
 from graphpack.models.registry import decoder_code

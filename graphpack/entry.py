@@ -25,7 +25,7 @@ from graphpack.archive.record import (
     Record,
 )
 from graphpack.archive.store import Archive, EntryRef
-from graphpack.backends import CapturedEntry, CapturedPieces
+from graphpack.backends.capturing import CapturedEntry, CapturedPieces
 from graphpack.freshness import RanksWanted, Wanted
 from graphpack.graph import TensorSpec
 from graphpack.identity.environment import Host

@@ -18,7 +18,7 @@ from graphpack.identity.weights import check_weights
 from graphpack.models.locate import differences
 from graphpack.models.registry import ResolvedModel
 from graphpack.regions import CAPTURE_VERSION
-from graphpack.results import SaveRequest
+from graphpack.results.save import SaveRequest
 from graphpack.schema import to_plain
 from graphpack.split_operations import COLLECTIVES
 

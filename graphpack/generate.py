@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from graphpack.errors import InputError, Problem
-from graphpack.golden import is_decode
+from graphpack.graph import is_decode
 from graphpack.replay import RestoredModel
 from graphpack.sampling import Sampling, choose
 from graphpack.texts import Continuation, Finish

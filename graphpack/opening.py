@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from graphpack.ranks import Company
     from graphpack.replay import RestoredModel
     from graphpack.restore import MakeRoom
-    from graphpack.results import LoadedEntry, LoadRequest, Observer
+    from graphpack.results.load import LoadedEntry, LoadRequest
+    from graphpack.results.observer import Observer
 
 
 @contextmanager
@@ -172,7 +173,7 @@ def _restored(
         for first in ahead:
             held.callback(first.close)
         from graphpack.restore import restore_entry
-        from graphpack.results import SilentObserver
+        from graphpack.results.observer import SilentObserver
 
         told = observer or SilentObserver()
         models = []

@@ -84,7 +84,8 @@ def _prove(archive: Path, ref: EntryRef, weights: str, device: str, port: int | 
 def _main(archive: str, digest: str, size: str, weights: str, device: str) -> int:
     from graphpack.configuration.config import Config
     from graphpack.restore import restore_entry
-    from graphpack.results import LoadRequest, SilentObserver
+    from graphpack.results.load import LoadRequest
+    from graphpack.results.observer import SilentObserver
 
     try:
         opened = Archive(Path(archive), oci.EMPTY_INDEX)

@@ -26,12 +26,13 @@ from graphpack.errors import (
     WeightsMismatchError,
 )
 from graphpack.fallback import Fallback
-from graphpack.golden import Golden, is_decode
-from graphpack.graph import Bucket, TensorSpec
+from graphpack.golden import Golden
+from graphpack.graph import Bucket, TensorSpec, is_decode
 from graphpack.inputs import arrays_of, check_inputs, length_of, row_count, with_rows
 from graphpack.models.locate import Located
 from graphpack.prefill import Prefill
-from graphpack.results import BenchRow, LoadedEntry, Stats, VerifiedBucket
+from graphpack.results.load import LoadedEntry
+from graphpack.results.replay import BenchRow, Stats, VerifiedBucket
 from graphpack.slots import Slots, check_made_of_slots
 from graphpack.tensor import Tensor
 from graphpack.trials import Trial, bench_graphs, verify_graphs
@@ -298,8 +299,7 @@ class RestoredModel:
             self._memory.check_wake(freed)
 
     def wake(self, *, by: object = None, spare: Spare | None = None) -> None:
-        """Undo `sleep`, in memory of `spare` where that fits: graphs give the bits they gave before, from state that is
-        zero.
+        """Undo `sleep`, in memory of `spare` where that fits: graphs give the bits they gave, from state that is zero.
 
         Raises StorageError if the device has too little memory, WeightsMismatchError if weights are to be read again
         and the checkpoint has changed, UsageError as `sleep`; the model sleeps on then.

@@ -50,7 +50,9 @@ from graphpack.regions import (
     unpack_constants,
 )
 from graphpack.replay import RestoredModel
-from graphpack.results import LoadedEntry, LoadRequest, Observer, VerifiedBucket
+from graphpack.results.load import LoadedEntry, LoadRequest
+from graphpack.results.observer import Observer
+from graphpack.results.replay import VerifiedBucket
 from graphpack.stages import Stages
 from graphpack.trials import Trial, verify_graphs
 

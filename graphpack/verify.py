@@ -21,7 +21,8 @@ from graphpack.errors import (
 )
 from graphpack.home import user_directory
 from graphpack.identity.agreement import refuse_contradictions
-from graphpack.results import Observer, VerifiedEntry
+from graphpack.results.observer import Observer
+from graphpack.results.verify import VerifiedEntry
 
 Level = Literal["structure", "cached", "full"]
 LEVELS: tuple[Level, ...] = ("structure", "cached", "full")

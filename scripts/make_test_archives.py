@@ -24,7 +24,7 @@ from typing import Any
 
 from graphpack.capture import save
 from graphpack.proof import free_port
-from graphpack.results import SaveRequest
+from graphpack.results.save import SaveRequest
 
 ARCHIVES = Path(__file__).parents[1] / "tests" / "archives"
 MADE: dict[str, dict[str, Any]] = {

@@ -20,8 +20,9 @@ LONGEST_MODULE = 400
 # A module imports only what stands before it.
 ORDER = """
     errors elf words process jobs logs
-    split_operations schema suggestion arguments dtypes torch_arrays graph results texts stages convert home
-    interpreter
+    split_operations schema suggestion arguments dtypes torch_arrays graph
+    results results.observer results.replay results.sign results.load results.verify results.maintain results.save
+    texts stages convert home interpreter
     configuration configuration.yaml_file configuration.keys configuration.reader configuration.environment
     configuration.config
     archive archive.glance archive.record archive.piecewise archive.ranks archive.codec archive.compression
@@ -29,14 +30,14 @@ ORDER = """
     archive.permissions archive.keys archive.signature archive.reading archive.ahead archive.store archive.collect
     archive.trust archive.remembered
     archive.validate
-    identity identity.environment identity.cpu_isa identity.digests identity.weights identity.layout identity.compat
-    identity.agreement
+    identity identity.symbol_versions identity.environment identity.cuda_software identity.cpu_isa identity.digests
+    identity.weights identity.layout identity.compat identity.agreement
     models models.step models.safetensors models.seeded models.weights models.blocks models.architecture models.specs
     models.sharding models.checkpoint models.presets models.attention models.operations models.experts models.decoder
     models.ranked
     models.factory models.registry models.locate models.tokenizer
     ranks group regions tensor golden backends backends.spare lockstep modes splitting
-    backends.inductor_cache
+    backends.capturing backends.inductor_cache
     backends.cpu.policy backends.cpu.memory backends.cpu.runtime backends.cpu.stitched backends.cpu.restore
     backends.cpu
     backends.cpu.export backends.cpu.compile backends.cpu.capture backends.cpu.pieces backends.cpu.agree

@@ -99,7 +99,7 @@ def generate(
 
     sampling = _sampling(**drawing)
     require_library()
-    from graphpack.results import LoadRequest
+    from graphpack.results.load import LoadRequest
 
     settings = configuration(config)
     found = settings.archive(archive).value

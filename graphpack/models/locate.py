@@ -16,7 +16,6 @@ from graphpack.archive.record import Model, Record
 from graphpack.errors import LayoutMismatchError, Problem, WeightsMismatchError
 from graphpack.models.architecture import DecoderConfig
 from graphpack.models.checkpoint import open_checkpoint, read_config
-from graphpack.models.presets import PRESETS
 from graphpack.models.sharding import config_of_rank, indivisible, shard, shards_of
 from graphpack.models.weights import WeightSource
 from graphpack.schema import shown
@@ -95,6 +94,8 @@ def _open(record: Record, directory: Path) -> tuple[WeightSource, DecoderConfig 
 
 
 def _builtin(model: Model) -> tuple[WeightSource, DecoderConfig]:
+    from graphpack.models.presets import PRESETS
+
     preset = PRESETS.get(model.reference)
     if preset is None:
         problem = Problem("model.reference", shown(model.reference), ", ".join(PRESETS), "pass --weights DIR")

@@ -73,7 +73,7 @@ def shard(source: WeightSource, shards: Mapping[str, int], part: Part) -> Weight
         )
         size = whole.bytes // part.world_size
         if dimension == ROWS:
-            tensors[name] = replace(whole, shape=shape, offset=whole.offset + part.rank * size, bytes=size)
+            tensors[name] = whole._replace(shape=shape, offset=whole.offset + part.rank * size, bytes=size)
             continue
         rows, width = whole.shape[0], size // whole.shape[0]
         start = whole.offset + part.rank * width

@@ -11,10 +11,9 @@ import os
 import re
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from graphpack.errors import ClosedError, Problem, StorageError, WeightsMismatchError
 
@@ -25,8 +24,7 @@ if TYPE_CHECKING:
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """Where one tensor is. `file` counts the source's files, `offset` is in bytes from that file's start.
 
     In weights made in memory each tensor is a file of its own.

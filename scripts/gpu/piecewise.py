@@ -314,7 +314,7 @@ TRACED = """
 import sys, traceback
 from pathlib import Path
 from graphpack import capture
-from graphpack.results import SaveRequest
+from graphpack.results.save import SaveRequest
 numbers = lambda text: tuple(map(int, text.split(",")))
 model, archive, device, batches, counts, seq_len, dtype = sys.argv[1:]
 capture.save(SaveRequest(model=model, archive=Path(archive), device=device, mode="piecewise", replace=True,

@@ -14,7 +14,7 @@ import yaml
 from graphpack import opening, restore
 from graphpack.errors import GraphpackError
 from graphpack.identity.environment import Host, read_host
-from graphpack.results import LoadedEntry, LoadRequest
+from graphpack.results.load import LoadedEntry, LoadRequest
 from tests.archive.build import identity, read_index, read_record
 from tests.matrix.row import Row
 from tests.matrix.sealing import apply, names_of_files, own_image

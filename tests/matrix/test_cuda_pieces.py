@@ -11,7 +11,7 @@ import pytest
 from graphpack import backends, restore
 from graphpack.backends.cuda.restore import CudaBackend
 from graphpack.errors import GraphpackError
-from graphpack.results import LoadedEntry, LoadRequest
+from graphpack.results.load import LoadedEntry, LoadRequest
 from tests.backends.cuda.fake_driver import FakeDriver
 from tests.backends.cuda.piecewise_entry import make_piecewise_archive, operations_of
 from tests.matrix import rows_piecewise

@@ -168,7 +168,7 @@ def test_what_files_may_be_read_by_does_not_matter(mode: int, copy: Path, record
 
 def test_the_same_damage_through_the_whole_of_load(copy: Path) -> None:
     """What the fast readings above find is what `load` says."""
-    from graphpack.results import LoadRequest
+    from graphpack.results.load import LoadRequest
     from tests.matrix.reading import outcome
 
     for name in NAMES:

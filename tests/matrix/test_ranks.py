@@ -12,7 +12,7 @@ from graphpack import opening
 from graphpack.archive.ranks import Ranks
 from graphpack.errors import GraphpackError
 from graphpack.ranks import Alone
-from graphpack.results import LoadedEntry
+from graphpack.results.load import LoadedEntry
 from tests.archive.build import read_index
 from tests.matrix import rows_ranks
 from tests.matrix.fields import fields_of

@@ -15,7 +15,7 @@ import graphpack
 from graphpack import report
 from graphpack.archive.piecewise import graphs_of
 from graphpack.errors import UsageError
-from graphpack.results import SaveRequest
+from graphpack.results.save import SaveRequest
 from tests.capture.saved import NORMED, ROOT, record_of
 from tests.cli.conftest import Run
 from tests.generate.tokenizers_for_tests import byte_level

@@ -24,7 +24,8 @@ from graphpack.models import operations
 from graphpack.models.registry import resolve
 from graphpack.opening import load
 from graphpack.ranks import Alone
-from graphpack.results import LoadRequest, SaveRequest
+from graphpack.results.load import LoadRequest
+from graphpack.results.save import SaveRequest
 from tests.backends.cuda.fake_driver import FakeDriver
 from tests.backends.cuda.piecewise_entry import operations_of
 from tests.backends.cuda.test_save_pieces import cuda, environment

@@ -29,7 +29,8 @@ from graphpack.errors import (
 )
 from graphpack.ranks import Alone, Place, place_of
 from graphpack.replay import RestoredModel
-from graphpack.results import LoadRequest, SilentObserver
+from graphpack.results.load import LoadRequest
+from graphpack.results.observer import SilentObserver
 from tests.archive.build import HEADER, blob_path, frame, read_index, sha256
 from tests.cli.conftest import Run
 from tests.ranks.conftest import SIZE

@@ -101,7 +101,7 @@ from graphpack.archive.store import Archive
 from graphpack.backends.cpu import capture as compiling
 from graphpack.backends.cpu.policy import object_name
 from graphpack.elf import parse
-from graphpack.results import SaveRequest
+from graphpack.results.save import SaveRequest
 
 # Compilers give the same bytes for the same trace, and take most of a save. What they gave for the kept archive is
 # taken from there; if that is another trace, they compile.

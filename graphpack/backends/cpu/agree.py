@@ -10,7 +10,7 @@ import torch
 from graphpack import golden, lockstep
 from graphpack.archive.piecewise import PiecewiseGraph
 from graphpack.archive.record import Graph
-from graphpack.backends import UNWRITTEN
+from graphpack.backends.capturing import UNWRITTEN
 from graphpack.backends.cpu.capture import CapturedGraph, binding_names
 from graphpack.backends.cpu.memory import CpuMemory
 from graphpack.backends.cpu.pieces import StitchedPieces, agree_pieces

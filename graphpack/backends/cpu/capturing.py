@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from graphpack.archive.piecewise import PiecewiseSettings
 from graphpack.archive.record import Environment, Settings, Weights
-from graphpack.backends import Captured, CapturedEntry, CapturedGraph, CapturedPieces
+from graphpack.backends.capturing import Captured, CapturedEntry, CapturedGraph, CapturedPieces
 from graphpack.errors import EnvironmentMismatchError, Problem, UsageError
 from graphpack.graph import Bucket
 from graphpack.identity.cpu_isa import CPU_ISA, CpuIsa, best_isa
@@ -15,7 +15,7 @@ from graphpack.identity.layout import make_layout
 from graphpack.models.registry import ResolvedModel
 from graphpack.models.weights import WeightSource
 from graphpack.regions import CAPTURE_VERSION, expected_regions, stored_specs
-from graphpack.results import SaveRequest
+from graphpack.results.save import SaveRequest
 
 
 def make(request: SaveRequest) -> CpuCapturing:
@@ -26,7 +26,7 @@ def make(request: SaveRequest) -> CpuCapturing:
 
 
 def expected(request: SaveRequest) -> tuple[Environment, str | None]:
-    """See `graphpack.backends.expected`."""
+    """See `graphpack.backends.capturing.expected`."""
     made = make(request)
     return made.environment(made.host()), made.cpu_isa
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from graphpack import golden, lockstep
 from graphpack.archive.piecewise import Piece, PiecewiseGraph, PiecewiseSettings
 from graphpack.archive.record import Settings
-from graphpack.backends import UNWRITTEN
+from graphpack.backends.capturing import UNWRITTEN
 from graphpack.backends.cpu.capture import compiling, constants_of
 from graphpack.backends.cpu.export import TracedStep, trace, trace_examples
 from graphpack.backends.cpu.memory import CpuMemory

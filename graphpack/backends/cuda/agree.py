@@ -11,7 +11,7 @@ import torch
 from graphpack import golden, lockstep
 from graphpack.archive.piecewise import PiecewiseGraph
 from graphpack.archive.record import Environment, Graph, Settings, Weights
-from graphpack.backends import UNWRITTEN, CapturedEntry, CapturedGraph
+from graphpack.backends.capturing import UNWRITTEN, CapturedEntry, CapturedGraph
 from graphpack.backends.cuda import columns as c
 from graphpack.backends.cuda.bindings import bindings_of
 from graphpack.backends.cuda.capture import CapturedBucket

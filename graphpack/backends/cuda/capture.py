@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from graphpack.archive.record import Settings
-from graphpack.backends import Captured
+from graphpack.backends.capturing import Captured
 from graphpack.backends.cuda.driver import driver
 from graphpack.backends.cuda.recorder import MemoryRecorder, spec_of
 from graphpack.backends.cuda.watch import Watch, blamed

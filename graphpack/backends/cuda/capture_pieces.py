@@ -21,7 +21,7 @@ from torch.export import ExportedProgram
 from graphpack import golden
 from graphpack.archive.piecewise import Call, PiecewiseGraph, PiecewiseSettings, tensor_regions
 from graphpack.archive.record import Settings
-from graphpack.backends import UNWRITTEN, Captured, CapturedPieces
+from graphpack.backends.capturing import UNWRITTEN, Captured, CapturedPieces
 from graphpack.backends.cpu.export import node_lines, shape_of, trace_examples
 from graphpack.backends.cuda.capture import ModuleTensors, compiler, refusing
 from graphpack.backends.cuda.driver import driver

@@ -6,14 +6,15 @@ from dataclasses import replace
 
 from graphpack.archive.piecewise import PiecewiseSettings
 from graphpack.archive.record import CudaEnvironment, Environment, Settings, Weights
-from graphpack.backends import Captured, CapturedEntry
+from graphpack.backends.capturing import Captured, CapturedEntry
 from graphpack.backends.cuda.listener import listener
 from graphpack.errors import EnvironmentMismatchError, Problem, UsageError
+from graphpack.identity.cuda_software import CudaSoftware, read_cuda_software
 from graphpack.identity.digests import piecewise_digest, settings_digest
-from graphpack.identity.environment import CudaDevice, CudaSoftware, Host, read_cuda_software, read_host
+from graphpack.identity.environment import CudaDevice, Host, read_host
 from graphpack.models.registry import ResolvedModel
 from graphpack.models.weights import WeightSource
-from graphpack.results import SaveRequest
+from graphpack.results.save import SaveRequest
 
 
 def make(request: SaveRequest) -> CudaCapturing:
@@ -21,7 +22,7 @@ def make(request: SaveRequest) -> CudaCapturing:
 
 
 def expected(request: SaveRequest) -> tuple[Environment, str | None]:
-    """See `graphpack.backends.expected`: what torch would tell, as far as its packages do."""
+    """See `graphpack.backends.capturing.expected`: what torch would tell, as far as its packages do."""
     from graphpack.backends.cuda.device import read_device
 
     device = read_device(_index(request))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from graphpack.archive.piecewise import Call, Piece, PiecewiseGraph
-from graphpack.backends import UNWRITTEN
+from graphpack.backends.capturing import UNWRITTEN
 from graphpack.backends.cuda.columns import GraphColumns
 from graphpack.backends.cuda.piece_columns import call_regions, generalized, topology
 from graphpack.backends.cuda.pieces_check import Neighbours

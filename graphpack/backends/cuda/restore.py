@@ -31,7 +31,7 @@ from graphpack.identity.environment import CudaDevice
 
 if TYPE_CHECKING:
     from graphpack.models.weights import WeightSource
-    from graphpack.results import LoadRequest
+    from graphpack.results.load import LoadRequest
 
 GRANULARITY = 2 << 20
 """What device memory is mapped in."""

@@ -24,7 +24,7 @@ from graphpack.graph import Bucket, Region
 from graphpack.identity.layout import make_layout
 from graphpack.models.locate import locate_weights
 from graphpack.regions import CAPTURE_VERSION, expected_regions, unpack_constants
-from graphpack.results import LoadRequest
+from graphpack.results.load import LoadRequest
 from tests.backends.cuda.fake_driver import ADD, FakeDriver, digest, image
 
 CPU_ARCHIVE = Path(__file__).parents[2] / "archives" / "cpu-1.0"

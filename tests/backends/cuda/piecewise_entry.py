@@ -31,7 +31,7 @@ from graphpack.identity.digests import piecewise_digest
 from graphpack.identity.layout import make_layout
 from graphpack.models.locate import locate_weights
 from graphpack.regions import CAPTURE_VERSION, expected_regions, unpack_constants
-from graphpack.results import LoadRequest
+from graphpack.results.load import LoadRequest
 from graphpack.schema import to_plain
 from tests.backends.cuda.entry import (
     BASE,

@@ -13,7 +13,7 @@ import pytest
 from graphpack.archive.codec import ColumnsReader
 from graphpack.archive.piecewise import Call, PiecewiseGraph, places, tensor_regions
 from graphpack.archive.record import Record
-from graphpack.backends import UNWRITTEN
+from graphpack.backends.capturing import UNWRITTEN
 from graphpack.backends.cuda import columns as c
 from graphpack.backends.cuda import piece_columns, pieces_check, structs
 from graphpack.backends.cuda.audit import RegionMap

@@ -24,7 +24,7 @@ from graphpack.graph import Region, TensorSpec
 from graphpack.identity.layout import make_layout
 from graphpack.models.checkpoint import open_checkpoint
 from graphpack.models.factory import weights_of
-from graphpack.results import LoadRequest
+from graphpack.results.load import LoadRequest
 from tests.archive.build import sha256
 from tests.backends.cuda import made
 from tests.backends.cuda.fake_driver import FakeDriver, digest

@@ -25,7 +25,7 @@ from graphpack.errors import (
 )
 from graphpack.identity.environment import read_host
 from graphpack.opening import load
-from graphpack.results import LoadRequest
+from graphpack.results.load import LoadRequest
 from tests.archive.build import identity, read_record, reseal, write_blob
 from tests.backends.cuda.fake_driver import FakeDriver
 from tests.backends.cuda.piecewise_entry import make_piecewise_archive, operations_of

@@ -19,7 +19,7 @@ from graphpack import golden, lockstep
 from graphpack.archive.piecewise import graphs_of, has_piecewise
 from graphpack.archive.record import CudaEnvironment, Environment, Layout, Record
 from graphpack.archive.store import Archive
-from graphpack.backends import CapturedEntry
+from graphpack.backends.capturing import CapturedEntry
 from graphpack.backends.cuda import agree, capture, capture_pieces
 from graphpack.backends.cuda.builder import ColumnsBuilder
 from graphpack.backends.cuda.capturing import CudaCapturing
@@ -35,7 +35,8 @@ from graphpack.identity.weights import hash_weights
 from graphpack.models.registry import resolve
 from graphpack.opening import load
 from graphpack.regions import CAPTURE_VERSION
-from graphpack.results import LoadRequest, SaveRequest
+from graphpack.results.load import LoadRequest
+from graphpack.results.save import SaveRequest
 from tests.backends.cuda.entry import BASE, GRANULE
 from tests.backends.cuda.fake_driver import ADD, FakeDriver, digest, image
 from tests.backends.cuda.piecewise_entry import operations_of, pruned
