@@ -297,8 +297,7 @@ class RestoredModel:
             self._memory.check_wake(freed)
 
     def wake(self, *, by: object = None, spare: Spare | None = None) -> None:
-        """Undo `sleep`, in memory of `spare` where that fits: graphs give the bits they gave before, from state that is
-        zero.
+        """Undo `sleep`, in memory of `spare` where that fits: graphs give the bits they gave, from state that is zero.
 
         Raises StorageError if the device has too little memory, WeightsMismatchError if weights are to be read again
         and the checkpoint has changed, UsageError as `sleep`; the model sleeps on then.
