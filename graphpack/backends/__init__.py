@@ -151,7 +151,8 @@ class Session(Protocol):
         """Begin, in threads, what needs no memory of the entry's. What goes wrong there comes with its rung."""
 
     def check_blobs(self, record: Record, blobs: Mapping[str, bytes]) -> None:
-        """Refuse native code that breaks the policy or belongs to another graph, before any of it is loaded."""
+        """Refuse native code that breaks the policy or belongs to another graph, before any of it is loaded. What
+        `rebuild` loads later may be refused by that, likewise before."""
 
     def rebuild(self, record: Record, blobs: Mapping[str, bytes], request: LoadRequest) -> Mapping[Bucket, Executable]:
         """Every graph over the memory that was allocated; all of them or, when it raises, none."""

@@ -128,7 +128,7 @@ def opened(request):
     for module, owner, name in (
         ("session", "DeviceSession", "_retain"), ("session", "DeviceSession", "_locked"), ("upload", "Upload", "_run"),
         ("restore", "CudaSession", "allocate"), ("restore", "CudaSession", "check_blobs"),
-        ("restore", "", "check_graphs"), ("images", "Images", "load"), ("executable", "", "build_graph"),
+        ("graphs_check", "", "check_graphs"), ("images", "Images", "load"), ("executable", "", "build_graph"),
         ("driver", "Driver", "instantiate"), ("device_memory", "CudaMemory", "ready"),
         ("executable", "CudaGraph", "run"),
     ): timed(f"backends.cuda.{module}", owner, name)
