@@ -37,6 +37,7 @@ from graphpack.errors import (
     NotFoundError,
     OutputsDifferError,
     Problem,
+    RankLostError,
     StorageError,
     UnsupportedFormatError,
     UntrustedError,
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from graphpack.pool import ModelPool
     from graphpack.recorder import Recorder
     from graphpack.replay import RestoredModel
-    from graphpack.results import SaveResult
+    from graphpack.results.save import SaveResult
 
 __version__ = "0.1.0"
 
@@ -66,6 +67,7 @@ __all__ = [
     "NotFoundError",
     "OutputsDifferError",
     "Problem",
+    "RankLostError",
     "Recorder",
     "StorageError",
     "UnsupportedFormatError",
@@ -112,7 +114,8 @@ def save(
 
     from graphpack import capture
     from graphpack.arguments import NUMBERS, PATH, TEXT, TEXTS, check_arguments, optional
-    from graphpack.results import SaveRequest, SilentObserver
+    from graphpack.results.observer import SilentObserver
+    from graphpack.results.save import SaveRequest
     from graphpack.split_operations import DEFAULT_SPLIT
     from graphpack.words import TOKEN_COUNTS
 
@@ -177,7 +180,7 @@ def load(
 
     check_arguments(archive=(archive, PATH), device=(device, optional(TEXT)))
     with opening.begun(Path(archive), device):
-        from graphpack.results import LoadRequest
+        from graphpack.results.load import LoadRequest
 
         request = LoadRequest.of(
             archive,

@@ -6,16 +6,15 @@ import math
 import operator
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphpack.errors import Problem, UsageError
 from graphpack.schema import shown
+from graphpack.words import DEVICE_WORDS, is_device
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(NamedTuple):
     """What an argument may be, in words, and whether a value is that."""
 
     words: str
@@ -76,3 +75,8 @@ def check_arguments(error: type[UsageError] = UsageError, /, **given: tuple[Any,
     ]
     if problems:
         raise error("an argument is of another kind than the call takes", problems)
+
+
+def device_problems(device: str) -> list[Problem]:
+    """Why a text names no device."""
+    return [] if is_device(device) else [Problem("device", here=shown(device), hint=f"one of {DEVICE_WORDS}")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -59,8 +59,7 @@ def padded(values: np.ndarray, spec: TensorSpec, batch: int) -> np.ndarray:
     return np.concatenate([values, np.full(batch - len(values), filler, values.dtype)])
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """Tokens `start` to `stop`, not included, of a row's prompt."""
 
     row: int

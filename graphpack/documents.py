@@ -14,15 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphpack.errors import GraphpackError
-from graphpack.results import (
-    BenchRow,
-    Collected,
-    LoadedEntry,
-    Removed,
-    SaveResult,
-    SignedEntry,
-    VerifiedEntry,
-)
 from graphpack.schema import to_plain
 from graphpack.texts import Generated
 
@@ -31,6 +22,12 @@ if TYPE_CHECKING:
     from graphpack.archive.record import Blob, Graph, Record
     from graphpack.archive.store import Archive, Entry
     from graphpack.archive.trust import Policy
+    from graphpack.results.load import LoadedEntry
+    from graphpack.results.maintain import Collected, Removed
+    from graphpack.results.replay import BenchRow
+    from graphpack.results.save import SaveResult
+    from graphpack.results.sign import SignedEntry
+    from graphpack.results.verify import VerifiedEntry
 
 SCHEMA_VERSION = 1
 
@@ -152,6 +149,7 @@ def _magic() -> str:
 
 def _entry(entry: Entry, *, graphs: bool, kernels: bool) -> Document:
     from graphpack.archive.piecewise import piecewise_of
+    from graphpack.archive.ranks import ranks_of
 
     record = entry.record
     plain = to_plain(record)
@@ -177,7 +175,10 @@ def _entry(entry: Entry, *, graphs: bool, kernels: bool) -> Document:
         "graphs": [_graph(graph, sizes, whole=graphs) for graph in record.graphs],
         "blobs": {"count": len(record.blobs), "bytes": sum(blob.size for blob in record.blobs)},
     }
-    piecewise = piecewise_of(record)
+    ranks, piecewise = ranks_of(record), piecewise_of(record)
+    if ranks is not None:
+        shown = to_plain(ranks)
+        details["ranks"] = {name: shown[name] for name in ("rank", "world_size", "roots", "shards")}
     if piecewise is not None:
         details["piecewise"] = {
             "settings": to_plain(piecewise.settings),
@@ -242,16 +243,21 @@ def _pieces(graph: PiecewiseGraph, sizes: Mapping[str, Blob], *, whole: bool) ->
 
 def _kernels(record: Record, sizes: Mapping[str, Blob]) -> list[Document]:
     """The compiled objects, or on CUDA the kernel images, each once, with the buckets that run it."""
+    from graphpack.archive.oci import IMAGE_TYPE
     from graphpack.archive.piecewise import graphs_of
 
     buckets: dict[str, list[str]] = {}
     for graph in record.graphs:
         for digest in graph.images or (graph.object,):
             buckets.setdefault(digest, []).append(str(graph.bucket))
-    for split in graphs_of(record):
+    cuda = record.environment.cuda
+    for split in graphs_of(record) if cuda is None else ():
         for piece in split.pieces:
             buckets.setdefault(piece.object, []).append(f"{split.token_count} tokens")
-    cuda = record.environment.cuda
+    for blob in sizes.values():
+        if blob.media_type == IMAGE_TYPE:
+            # Which of them run it is said by the objects of the pieces alone.
+            buckets.setdefault(blob.digest, ["pieces"])
     isa = f"sm_{cuda.capability.replace('.', '')}" if cuda else record.settings.cpu_isa
     return [
         {

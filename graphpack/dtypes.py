@@ -6,14 +6,12 @@ from the format section of the safetensors README.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from graphpack.schema import Rule, one_of
 
 
-@dataclass(frozen=True, slots=True)
-class Dtype:
+class Dtype(NamedTuple):
     """`numpy` names the numpy type that carries the same bytes; bfloat16 and float8 travel as unsigned integers."""
 
     name: str

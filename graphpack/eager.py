@@ -10,12 +10,12 @@ import torch
 
 from graphpack.archive.record import Record
 from graphpack.backends import Memory
-from graphpack.errors import EnvironmentMismatchError, LayoutMismatchError, Problem, UsageError, WeightsMismatchError
-from graphpack.golden import DECODE_INPUTS
-from graphpack.graph import Bucket
+from graphpack.errors import EnvironmentMismatchError, Problem, UsageError, WeightsMismatchError
+from graphpack.graph import DECODE_INPUTS, Bucket
 from graphpack.models.decoder import DecoderStep
 from graphpack.models.locate import Located
 from graphpack.models.registry import decoder_code
+from graphpack.modes import check_precision
 from graphpack.schema import shown
 from graphpack.torch_arrays import to_array
 
@@ -79,8 +79,4 @@ def _check_torch(record: Record) -> None:
             problems.append(Problem("torch.cuda", "", "not available", "install a torch build with CUDA"))
     if problems:
         raise EnvironmentMismatchError("torch here cannot run beside the entry's graphs", problems)
-    archived, here = record.settings.float32_matmul_precision, torch.get_float32_matmul_precision()
-    if archived != here:
-        where = "settings.float32_matmul_precision"
-        problem = Problem(where, archived, here, f"torch.set_float32_matmul_precision({archived!r})")
-        raise LayoutMismatchError("torch computes float32 products otherwise than the graphs", [problem])
+    check_precision(record)

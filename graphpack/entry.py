@@ -6,10 +6,13 @@ import getpass
 import socket
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from typing import Any
 
 from graphpack import __version__
 from graphpack.archive import oci
 from graphpack.archive.piecewise import MINOR, NAME, Piecewise, PiecewiseGraph
+from graphpack.archive.ranks import NAME as RANKS
+from graphpack.archive.ranks import Ranks
 from graphpack.archive.record import (
     FORMAT_MAJOR,
     Blob,
@@ -17,12 +20,14 @@ from graphpack.archive.record import (
     Features,
     FormatVersion,
     Graph,
+    Layout,
     Producer,
     Record,
 )
 from graphpack.archive.store import Archive, EntryRef
-from graphpack.backends import CapturedEntry, CapturedPieces
-from graphpack.freshness import Wanted
+from graphpack.backends.capturing import CapturedEntry, CapturedPieces
+from graphpack.freshness import RanksWanted, Wanted
+from graphpack.graph import TensorSpec
 from graphpack.identity.environment import Host
 from graphpack.models.locate import SOURCE_PATH
 from graphpack.regions import pack_constants
@@ -57,7 +62,7 @@ def write_entry(
         )
         for found, written, proof in zip(captured.graphs, objects, goldens, strict=True)
     )
-    pieces = [_write_pieces(archive, found) for found in captured.piecewise]
+    pieces = [_write_pieces(archive, found, kind) for found in captured.piecewise]
     every = [*objects, *goldens, *images.values(), *([constants] if constants else [])]
     every += [blob for _, blobs_of_pieces in pieces for blob in blobs_of_pieces]
     blobs = {blob.digest: blob for blob in every}
@@ -67,24 +72,40 @@ def write_entry(
     informational = {**_informational(host, weights_path), "seconds": seconds}
     record = _record(name, wanted, captured, graphs, constants, ordered, informational)
     if wanted.piecewise is not None:
-        record = _extended(record, Piecewise(settings=wanted.piecewise, graphs=tuple(graph for graph, _ in pieces)))
+        graphs_of_pieces = tuple(graph for graph, _ in pieces)
+        record = _extended(record, {NAME: to_plain(Piecewise(settings=wanted.piecewise, graphs=graphs_of_pieces))})
+    if wanted.ranks is not None:
+        record = _extended(record, {RANKS: to_plain(_ranks(wanted.ranks, captured.layout))})
     return WrittenEntry(archive.put_entry(record), record, sum(blob.size for blob in ordered))
 
 
-def _write_pieces(archive: Archive, found: CapturedPieces) -> tuple[PiecewiseGraph, list[Blob]]:
-    objects = [archive.put_blob(code, oci.OBJECT_TYPE) for code in found.objects]
+def _write_pieces(archive: Archive, found: CapturedPieces, kind: str) -> tuple[PiecewiseGraph, list[Blob]]:
+    objects = [archive.put_blob(code, kind) for code in found.objects]
     golden = archive.put_blob(found.golden, oci.GOLDEN_TYPE)
     pieces = [replace(piece, object=blob.digest) for piece, blob in zip(found.graph.pieces, objects, strict=True)]
     return replace(found.graph, pieces=tuple(pieces), golden=golden.digest), [*objects, golden]
 
 
-def _extended(record: Record, piecewise: Piecewise) -> Record:
-    """What a reader must know to read the record at all, since it says what some of the blobs are."""
+def _ranks(wanted: RanksWanted, layout: Layout) -> Ranks:
+    kept = (region for region in layout.regions if region.kind == "state")
+    return Ranks(
+        world_size=wanted.part.world_size,
+        rank=wanted.part.rank,
+        roots=wanted.roots,
+        shards=wanted.shards,
+        state=tuple(TensorSpec(name=region.name, dtype=region.dtype, shape=region.shape) for region in kept),
+    )
+
+
+def _extended(record: Record, extension: dict[str, Any]) -> Record:
+    """What a reader must know to read the record at all, since it says what some of the blobs are, or of what the entry
+    is a part."""
+    extensions = {**record.extensions, **extension}
     return replace(
         record,
         format=FormatVersion(major=FORMAT_MAJOR, minor=MINOR),
-        features=Features(inspect=(NAME,)),
-        extensions={NAME: to_plain(piecewise)},
+        features=Features(inspect=tuple(sorted(extensions))),
+        extensions=extensions,
     )
 
 

@@ -160,6 +160,10 @@ class StorageError(GraphpackError):
     kind = "io-error"
 
 
+class RankLostError(StorageError):
+    """Another process of those that run a model together is gone, or does not answer."""
+
+
 def from_dict(error: Mapping[str, Any]) -> GraphpackError:
     """The error that another process described with `as_dict`, as an exception of its own class."""
     kinds = {cls.kind: cls for cls in GraphpackError.__subclasses__() if "kind" in vars(cls)}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from graphpack import logs
+from graphpack.archive.ranks import has_ranks
 from graphpack.archive.record import Record
 from graphpack.backends import Memory
 from graphpack.errors import EnvironmentMismatchError, InputError, Problem
@@ -52,6 +53,9 @@ class Fallback:
         return self._eager.run(given, self.seq_len(rows, length))
 
     def _make(self) -> Eager:
+        if has_ranks(self._record):
+            problem = Problem("fallback", "error", "eager", "save with the sizes you need")
+            raise InputError("one of several ranks does not run eagerly", [problem])
         try:
             from graphpack.eager import Eager
         except ImportError as error:

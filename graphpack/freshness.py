@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from graphpack.archive.piecewise import NAME, PiecewiseSettings, piecewise_of
+from graphpack.archive.ranks import NAME as RANKS
+from graphpack.archive.ranks import Part, ranks_of
 from graphpack.archive.reading import Reader
 from graphpack.archive.record import Environment, Model, Record, Settings, Weights
 from graphpack.errors import CorruptArchiveError, Problem
@@ -15,12 +18,26 @@ from graphpack.identity.weights import check_weights
 from graphpack.models.locate import differences
 from graphpack.models.registry import ResolvedModel
 from graphpack.regions import CAPTURE_VERSION
-from graphpack.results import SaveRequest
+from graphpack.results.save import SaveRequest
 from graphpack.schema import to_plain
+from graphpack.split_operations import COLLECTIVES
 
 _NOT_COMPARED = frozenset({"symbol_versions", "revision", "config_digest", "requested_dtype"})
 """What the compiler did, where the weights came from, a digest of what is compared itself, and the words in which
 the effective dtype was asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksWanted:
+    """What an entry of one rank would record besides, but for its state, which the settings imply."""
+
+    part: Part
+    roots: tuple[str, ...]
+    shards: Mapping[str, int]
+
+    def fields(self) -> dict[str, Any]:
+        plain: dict[str, Any] = {"rank": self.part.rank, "world_size": self.part.world_size}
+        return {**plain, "roots": list(self.roots), "shards": dict(self.shards)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +51,7 @@ class Wanted:
     environment: Environment
     settings: Settings
     piecewise: PiecewiseSettings | None = None
+    ranks: RanksWanted | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +74,10 @@ def wanted(
     environment: Environment,
     cpu_isa: str | None,
     torch_state: TorchState = NEW_PROCESS,
+    roots: Sequence[str] = (),
 ) -> Wanted:
-    """What saving `request` now would record. Imports torch only for a model that a factory made."""
+    """What saving `request` now would record; `roots` are those of all ranks. Imports torch only for a model that a
+    factory made."""
     config = to_plain(model.config)
     return Wanted(
         backend=request.device.partition(":")[0],
@@ -86,12 +106,17 @@ def wanted(
             float32_matmul_precision=torch_state.float32_matmul_precision,
             deterministic_algorithms=torch_state.deterministic_algorithms,
         ),
-        piecewise=_piecewise(request) if request.mode == NAME else None,
+        piecewise=_piecewise(request, model.part) if request.mode == NAME else None,
+        ranks=RanksWanted(part=model.part, roots=tuple(roots), shards=model.shards) if model.part else None,
     )
 
 
-def _piecewise(request: SaveRequest) -> PiecewiseSettings:
-    return PiecewiseSettings(split_operations=request.split_operations, token_counts=request.token_counts)
+def _piecewise(request: SaveRequest, part: Part | None) -> PiecewiseSettings:
+    """What was asked for; ranks run decode steps in pieces too, and add up between pieces."""
+    names, counts = {*request.split_operations}, {*request.token_counts}
+    if part is not None:
+        names, counts = names | {*COLLECTIVES}, counts | {*request.batch_sizes}
+    return PiecewiseSettings(split_operations=tuple(sorted(names)), token_counts=tuple(sorted(counts)))
 
 
 def stale(record: Record, wanted: Wanted) -> list[Problem]:
@@ -107,6 +132,14 @@ def stale(record: Record, wanted: Wanted) -> list[Problem]:
     for name in ("model", "settings", "environment"):
         archived, here = _fields(getattr(record, name)), _fields(getattr(wanted, name))
         problems += differences(name, archived, here)
+    archived_ranks = ranks_of(record)
+    problems += differences(
+        f"extensions.{RANKS}",
+        RanksWanted(part=archived_ranks.part, roots=archived_ranks.roots, shards=archived_ranks.shards).fields()
+        if archived_ranks
+        else {},
+        wanted.ranks.fields() if wanted.ranks else {},
+    )
     archived_piecewise = piecewise_of(record)
     if archived_piecewise is not None and wanted.piecewise is not None:
         old_settings, new_settings = _fields(archived_piecewise.settings), _fields(wanted.piecewise)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from graphpack.errors import InputError, Problem
-from graphpack.golden import is_decode
+from graphpack.graph import is_decode
 from graphpack.replay import RestoredModel
 from graphpack.sampling import Sampling, choose
 from graphpack.texts import Continuation, Finish
@@ -126,7 +126,7 @@ def _finish(row: _Row, stop: frozenset[int], max_tokens: int, seq_len: int) -> F
 
 def _check(model: RestoredModel, prompts: Sequence[Sequence[int]], max_tokens: int) -> int:
     """The positions a text can have. Raises InputError with all problems."""
-    inputs = model.record.graphs[0].inputs
+    inputs = model.inputs
     if not is_decode(inputs):
         names = ", ".join(spec.name for spec in inputs)
         raise InputError("this entry is not a decode step, so it continues no text", [Problem("inputs", names)])

@@ -20,7 +20,7 @@ from graphpack.archive.check import FLOAT32_TOLERANCE_LIMIT
 from graphpack.convert import convert, widened
 from graphpack.dtypes import DTYPES
 from graphpack.errors import CorruptArchiveError, Problem
-from graphpack.graph import Bucket, Chunk, TensorSpec
+from graphpack.graph import Bucket, Chunk, TensorSpec, is_decode
 
 STEPS = 128
 PREFILL_STEPS = 16
@@ -37,8 +37,6 @@ TOLERANCE_HALF = 0.02
 
 TOLERANCE_ROUNDED = 0.1
 """The same where a compiler rounds in other places than eager, and eager itself is that far from float32."""
-
-DECODE_INPUTS = ("token_ids", "positions", "slots")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +57,6 @@ class Golden:
     @property
     def steps(self) -> int:
         return len(self.argmax)
-
-
-def is_decode(inputs: tuple[TensorSpec, ...]) -> bool:
-    return tuple(spec.name for spec in inputs) == DECODE_INPUTS
 
 
 class Driver:

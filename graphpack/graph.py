@@ -68,6 +68,14 @@ class TensorSpec:
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
+DECODE_INPUTS = ("token_ids", "positions", "slots")
+
+
+def is_decode(inputs: tuple[TensorSpec, ...]) -> bool:
+    """Whether these are the inputs of a decode step."""
+    return tuple(spec.name for spec in inputs) == DECODE_INPUTS
+
+
 def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides in elements of a dense row-major tensor."""
     strides: list[int] = []

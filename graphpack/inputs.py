@@ -9,8 +9,7 @@ import numpy as np
 
 from graphpack.dtypes import DTYPES
 from graphpack.errors import InputError, Problem
-from graphpack.golden import is_decode
-from graphpack.graph import TensorSpec
+from graphpack.graph import TensorSpec, is_decode
 from graphpack.tensor import carrier_of
 
 WRONG_INPUTS = "the step was called with inputs it was not captured for"

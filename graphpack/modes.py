@@ -1,4 +1,4 @@
-"""What both capturing halves ask of torch: the mode it is in, and what an operation is and where it was called."""
+"""What is asked of torch: the mode it is in, and what an operation is and where it was called."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from graphpack.errors import Problem, UsageError
+from graphpack.archive.record import Record
+from graphpack.errors import LayoutMismatchError, Problem, UsageError
 
 TORCH = Path(torch.__file__).parent
 """Where torch itself is: its frames are not the model's."""
@@ -31,6 +32,15 @@ def refuse_modes(device_type: str) -> None:
     ]
     if problems:
         raise UsageError("torch is in a mode that the graph would silently take over", problems)
+
+
+def check_precision(record: Record) -> None:
+    """Raise LayoutMismatchError if torch computes float32 products otherwise than the graphs of an entry."""
+    archived, here = record.settings.float32_matmul_precision, torch.get_float32_matmul_precision()
+    if archived != here:
+        where = "settings.float32_matmul_precision"
+        problem = Problem(where, archived, here, f"torch.set_float32_matmul_precision({archived!r})")
+        raise LayoutMismatchError("torch computes float32 products otherwise than the graphs", [problem])
 
 
 def draws_random_numbers(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -4,32 +4,39 @@ starts first, at a glance at the archive, and in a thread of its own.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from graphpack.archive.glance import mentions
 from graphpack.backends import BLOB_TYPES, hold
-from graphpack.errors import NotFoundError, Problem, UsageError
+from graphpack.errors import EnvironmentMismatchError, NotFoundError, Problem, UsageError
 from graphpack.interpreter import collector_paused
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from graphpack.archive.reading import Entry, Reader
+    from graphpack.configuration.config import Config
+    from graphpack.ranks import Company
     from graphpack.replay import RestoredModel
     from graphpack.restore import MakeRoom
-    from graphpack.results import LoadedEntry, LoadRequest, Observer
+    from graphpack.results.load import LoadedEntry, LoadRequest
+    from graphpack.results.observer import Observer
 
 
 @contextmanager
 def begun(archive: Path, device: str | None) -> Iterator[None]:
     """What a load begins with, before even its request can be made: the device that this archive seems to need starts
     in a thread."""
+    # Each of several ranks has a device of its own, and which one is known once the entry is.
+    alone = os.environ.get("WORLD_SIZE", "") in ("", "1")
     with collector_paused(), ExitStack() as held:
         for backend, blob_type in BLOB_TYPES.items():
-            if mentions(archive, blob_type):
+            if alone and mentions(archive, blob_type):
                 held.enter_context(hold(device or backend))
         yield
 
@@ -66,13 +73,50 @@ def _open(request: LoadRequest) -> tuple[Reader, Sequence[Entry]]:
 
     check_allowed(request.allow)
     archive = Reader.open(request.archive)
-    entries = _complete(archive, request) if request.complete else archive.find(request.names or None)
+    entries = _of_this_rank(_complete(archive, request) if request.complete else archive.find(request.names or None))
     names = [entry.record.entry.name for entry in entries]
     stray = [name for name in request.weights if name is not None and name not in names]
     if stray:
         problems = [Problem(f"--weights {name}=...", ", ".join(names), "not an entry being loaded") for name in stray]
         raise UsageError("--weights names an entry that is not being loaded", problems)
     return archive, entries
+
+
+def _of_this_rank(entries: Sequence[Entry]) -> list[Entry]:
+    """Of a model of several ranks the entry of this process's own.
+
+    Raises CorruptArchiveError unless the entries of all ranks are there and alike, and EnvironmentMismatchError in
+    another number of processes than they are for.
+    """
+    if all(entry.part is None for entry in entries):
+        return list(entries)
+    from graphpack.archive.reading import ranks_by_name
+    from graphpack.ranks import TORCHRUN, place_of
+
+    place = place_of(os.environ)
+    size, rank = (place.part.world_size, place.part.rank) if place else (1, 0)
+    named = ranks_by_name(entries)
+    for name, parts in named.items():
+        if len(parts) != size:
+            hint = TORCHRUN.format(size=len(parts))
+            problem = Problem("extensions.ranks.world_size", str(len(parts)), f"{size} processes", hint)
+            raise EnvironmentMismatchError(f"entry '{name}' is for {len(parts)} ranks", [problem])
+    return [entry for entry in entries if entry.part is None or entry.part.rank == rank]
+
+
+def _company(request: LoadRequest, entry: Entry, config: Config) -> tuple[LoadRequest, Company | None]:
+    """The ranks that load beside this one, if the entry is one of several, and what this one is asked for."""
+    if entry.part is None:
+        return request, None
+    from graphpack.group import join
+    from graphpack.ranks import place_of
+
+    place = place_of(os.environ)
+    if place is None:
+        raise RuntimeError(f"{entry.part} in a process that is alone")
+    backend = entry.record.entry.backend
+    asked = request.device or config.device_of(entry.name) or backend
+    return replace(request, device=place.device(asked)), join(place, backend)
 
 
 def _complete(archive: Reader, request: LoadRequest) -> Sequence[Entry]:
@@ -89,7 +133,7 @@ def _complete(archive: Reader, request: LoadRequest) -> Sequence[Entry]:
     refusal = completeness.refusal(str(archive.path), config, names, records, request.device)
     if refusal is not None:
         raise refusal
-    return [held[name] for name in names]
+    return archive.find(names)
 
 
 def _held(archive: Reader, names: Sequence[str]) -> dict[str, Entry]:
@@ -119,7 +163,8 @@ def _restored(
     config = find_config(request.config)
     policy = find_policy(request.trusted_keys, request.require_signature)
     parts = [entry.record.entry for entry in entries]
-    devices = {request.device or config.device_of(part.name) or part.backend for part in parts}
+    alone = [part for part, entry in zip(parts, entries, strict=True) if entry.part is None]
+    devices = {request.device or config.device_of(part.name) or part.backend for part in alone}
     with ExitStack() as held, ExitStack() as opened:
         for device in sorted(devices):
             held.enter_context(hold(device))
@@ -128,13 +173,14 @@ def _restored(
         for first in ahead:
             held.callback(first.close)
         from graphpack.restore import restore_entry
-        from graphpack.results import SilentObserver
+        from graphpack.results.observer import SilentObserver
 
         told = observer or SilentObserver()
         models = []
         for entry, blobs in zip_longest(entries, ahead):
             with logs.about(entry.name):
-                model = restore_entry(archive, entry, request, config, policy, told, make_room, blobs)
+                asked, ranks = _company(request, entry, config)
+                model = restore_entry(archive, entry, asked, config, policy, told, make_room, blobs, ranks)
                 models.append(opened.enter_context(model))
         opened.pop_all()
     for model in models:
@@ -146,7 +192,7 @@ def _tell(restored: LoadedEntry) -> None:
     from graphpack import logs
 
     logs.info(
-        f"restored {restored.graphs} decode graphs",
+        f"restored {restored.graphs} decode graphs" if restored.graphs else f"restored {restored.pieces} pieces",
         entry=restored.name,
         device=restored.device,
         graphs=restored.graphs,

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from graphpack import opening
+from graphpack import AnyPath, opening
 from graphpack.backends import KEEPS, Room
 from graphpack.backends.spare import Spare
 from graphpack.budget import must_sleep, where_kept
 from graphpack.dispatch import check_choice
 from graphpack.errors import ClosedError, NotFoundError, Problem, UsageError
-from graphpack.results import AnyPath, LoadRequest
+from graphpack.results.load import LoadRequest
 from graphpack.schema import shown
 from graphpack.suggestion import did_you_mean
 

@@ -1,4 +1,4 @@
-"""Prompts through piecewise graphs: many tokens of a few rows at a time."""
+"""Prompts through piecewise graphs, many tokens of a few rows at a time; and steps, where there is nothing else."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from graphpack.archive.piecewise import PiecewiseGraph
-from graphpack.archive.record import Record
+from graphpack.archive.ranks import ranks_of
+from graphpack.archive.record import Graph, Record
 from graphpack.arguments import MANY, NUMBERS, check_arguments, optional, whole
 from graphpack.backends import Executable
 from graphpack.dispatch import Part, chunks
 from graphpack.errors import InputError, Problem
+from graphpack.graph import Bucket
 from graphpack.inputs import array_of
 
 
@@ -123,3 +125,44 @@ class Prefill:
     def close(self) -> None:
         for _, executable in self._graphs.values():
             executable.close()
+
+
+class _StepInPieces:
+    """A decode step of as many rows as a piecewise graph has tokens: each token is a row of its own."""
+
+    def __init__(self, graph: PiecewiseGraph, executable: Executable) -> None:
+        self._executable = executable
+        self._ends = np.arange(graph.rows, dtype=np.int64)
+
+    def run(self, inputs: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        return self._executable.run({**inputs, "ends": self._ends})
+
+    def close(self) -> None:
+        """The piecewise graph is closed by itself."""
+
+
+def steps_in_pieces(
+    record: Record, pieces: Mapping[int, tuple[PiecewiseGraph, Executable]]
+) -> dict[Bucket, tuple[Graph, Executable]]:
+    """The decode steps of an entry that has no graphs for them, by bucket: one for each batch size."""
+    ranks, seq_len = ranks_of(record), max(record.settings.seq_lens)
+    steps: dict[Bucket, tuple[Graph, Executable]] = {}
+    for count in record.settings.batch_sizes if ranks else ():
+        graph, executable = pieces[count]
+        bucket = Bucket(count, seq_len)
+        described = Graph(
+            bucket=bucket,
+            topology=graph.topology,
+            nodes=sum(piece.nodes for piece in graph.pieces),
+            object=graph.pieces[0].object,
+            inputs=tuple(spec for spec in graph.inputs if spec.name != "ends"),
+            outputs=graph.outputs,
+            state=ranks.state if ranks else (),
+            bindings=graph.bindings,
+            golden=graph.golden,
+            golden_steps=graph.golden_steps,
+            tolerance=graph.tolerance,
+            deviation=graph.deviation,
+        )
+        steps[bucket] = described, _StepInPieces(graph, executable)
+    return steps

@@ -15,7 +15,7 @@ from typing import Any
 
 from graphpack import logs
 from graphpack.archive.store import Archive, Entry
-from graphpack.backends import expected
+from graphpack.backends.capturing import expected
 from graphpack.configuration.config import Config, save_options
 from graphpack.errors import (
     CorruptArchiveError,
@@ -30,7 +30,8 @@ from graphpack.freshness import PRECISION_VARIABLE, damage, stale, wanted
 from graphpack.identity.weights import hash_weights
 from graphpack.jobs import Ended, run_all
 from graphpack.models.registry import resolve
-from graphpack.results import Observer, PrewarmedModel, SaveRequest, SilentObserver
+from graphpack.results.observer import Observer, SilentObserver
+from graphpack.results.save import PrewarmedModel, SaveRequest
 from graphpack.stages import Stages
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 from graphpack.report import printable, size
-from graphpack.results import Observer
+from graphpack.results.observer import Observer
 
 SECONDS_BETWEEN_LINES = 30.0
 

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from graphpack.archive.piecewise import NAME, PiecewiseGraph, graphs_of
+from graphpack.archive.ranks import ranks_of
 from graphpack.archive.record import Graph, Record, Weights
 from graphpack.dtypes import DTYPES
 from graphpack.errors import Problem
@@ -35,14 +36,16 @@ def expected_regions(
     constants: Mapping[str, TensorSpec],
     dtype: str,
     piecewise: Sequence[PiecewiseGraph] = (),
+    state: Sequence[TensorSpec] = (),
 ) -> tuple[Region, ...]:
     """Weights and constants in binding order, then state, then the inputs and outputs of each bucket, and of each
     piecewise graph.
 
-    `weights` are as stored; floating ones are held in the compute `dtype`. A binding that is neither a weight nor
-    a constant has no region here, and so shows as a difference.
+    `state` is that of piecewise graphs beside which there are no others. `weights` are as stored; floating ones are
+    held in the compute `dtype`. A binding that is neither a weight nor a constant has no region here, and so shows as a
+    difference.
     """
-    return tuple(_regions(graphs, weights, constants, dtype, piecewise))
+    return tuple(_regions(graphs, weights, constants, dtype, piecewise, state))
 
 
 def _regions(
@@ -51,6 +54,7 @@ def _regions(
     constants: Mapping[str, TensorSpec],
     dtype: str,
     piecewise: Sequence[PiecewiseGraph],
+    state: Sequence[TensorSpec],
 ) -> Iterator[Region]:
     bound = [*(graph.bindings for graph in graphs), *(graph.bindings for graph in piecewise)]
     for name in _unique(name for names in bound for name in names):
@@ -58,8 +62,8 @@ def _regions(
             yield Region.dense("weight", held(weights[name], dtype))
         elif name in constants:
             yield Region.dense("constant", constants[name], alignment=CONSTANT_ALIGNMENT)
-    for state in _unique(spec for graph in graphs for spec in graph.state):
-        yield Region.dense("state", state)
+    for kept in _unique((*(spec for graph in graphs for spec in graph.state), *state)):
+        yield Region.dense("state", kept)
     called = [(str(graph.bucket), graph.inputs, graph.outputs) for graph in graphs]
     called += [(f"{graph.token_count} tokens", graph.inputs, graph.outputs) for graph in piecewise]
     for prefix, inputs, outputs in called:
@@ -81,6 +85,10 @@ def check_specs(record: Record, config: DecoderConfig) -> list[Problem]:
         }
         for name, specs in expected.items():
             problems += _first_difference(f"graphs[{position}].{name}", getattr(graph, name), specs)
+    ranks = ranks_of(record)
+    if ranks is not None:
+        state = decode_state(config, settings.slots, max(settings.seq_lens, default=0), dtype)
+        problems += _first_difference("extensions.ranks.state", ranks.state, state)
     for position, split in enumerate(graphs_of(record)):
         where, chunk = f"extensions.{NAME}.graphs[{position}]", split.chunk(record)
         rows = min(split.token_count, max(settings.batch_sizes))

@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType, TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -17,32 +17,25 @@ from graphpack.arguments import BY_NAME, SECONDS, TEXT, check_arguments
 from graphpack.backends import KEEPS, Executable, Memory
 from graphpack.backends.spare import Spare
 from graphpack.dispatch import FALLBACKS, POLICIES, check_captured, check_choice, choose, no_bucket, padded
-from graphpack.errors import (
-    AsleepError,
-    ClosedError,
-    InputError,
-    Problem,
-    UsageError,
-    WeightsMismatchError,
-)
+from graphpack.errors import AsleepError, ClosedError, InputError, Problem, UsageError, WeightsMismatchError
 from graphpack.fallback import Fallback
-from graphpack.golden import Golden, is_decode
-from graphpack.graph import Bucket, TensorSpec
+from graphpack.graph import Bucket, TensorSpec, is_decode
 from graphpack.inputs import arrays_of, check_inputs, length_of, row_count, with_rows
 from graphpack.models.locate import Located
 from graphpack.prefill import Prefill
-from graphpack.results import BenchRow, LoadedEntry, Stats, VerifiedBucket
+from graphpack.results.load import LoadedEntry
 from graphpack.slots import Slots, check_made_of_slots
 from graphpack.tensor import Tensor
-from graphpack.trials import Trial, bench_graphs, verify_graphs
-from graphpack.weight_update import plan_update
+
+if TYPE_CHECKING:
+    from graphpack.golden import Golden
+    from graphpack.results.replay import BenchRow, Stats, VerifiedBucket
 
 
 class RestoredModel:
     """Graphs of one entry, ready to replay. A context manager; one call at a time, others wait.
 
-    `result` says what was restored, and what was and was not proven about it; `checkpoint` is the directory the weights
-    are in, None if they are in none.
+    `result` says what was restored and what was proven about it; `checkpoint` is the directory of the weights, or None.
     """
 
     def __init__(
@@ -59,6 +52,8 @@ class RestoredModel:
         self.checkpoint = located.directory
         self.buckets: tuple[Bucket, ...] = tuple(sorted(graphs))
         """The captured (batch size, sequence length) pairs, smallest first."""
+        self.inputs = graphs[self.buckets[0]][0].inputs
+        """What a step of the smallest bucket takes."""
         self._graphs = dict(graphs)
         self._memory = memory
         self._prefill = Prefill(record, pieces or {})
@@ -85,6 +80,8 @@ class RestoredModel:
     @property
     def stats(self) -> Stats:
         """What was run so far, as it is now: `verify` and `bench` do not count."""
+        from graphpack.results.replay import Stats
+
         with self._lock:
             return Stats(
                 replays=MappingProxyType(dict(sorted(self._replays.items()))),
@@ -163,8 +160,7 @@ class RestoredModel:
         with self._lock:
             self._require_open()
             checked = self._prefill.check(prompts, slots, positions)
-            dtype = self._graphs[self.buckets[0]][0].outputs[0].dtype
-            return Tensor(self._prefill.run(*checked), dtype)
+            return Tensor(self._prefill.run(*checked), self._graphs[self.buckets[0]][0].outputs[0].dtype)
 
     def _count(self, bucket: Bucket, padding: int) -> None:
         if not self._replays:
@@ -241,6 +237,8 @@ class RestoredModel:
         Raises OutputsDifferError with the first step that differs in each bucket, and WeightsMismatchError after
         `update_weights`.
         """
+        from graphpack.trials import Trial, verify_graphs
+
         with self._lock:
             self._require_open()
             if self.weights.root != self.record.weights.root:
@@ -255,6 +253,8 @@ class RestoredModel:
 
     def bench(self, seconds: float = 1.0) -> list[BenchRow]:
         """Time steps of every bucket for about `seconds` each, at position 0, leaving the state zeroed."""
+        from graphpack.trials import bench_graphs
+
         with self._lock:
             self._require_open()
             check_arguments(InputError, seconds=(seconds, SECONDS))
@@ -297,8 +297,7 @@ class RestoredModel:
             self._memory.check_wake(freed)
 
     def wake(self, *, by: object = None, spare: Spare | None = None) -> None:
-        """Undo `sleep`, in memory of `spare` where that fits: graphs give the bits they gave before, from state that is
-        zero.
+        """Undo `sleep`, in memory of `spare` where that fits: graphs give the bits they gave, from state that is zero.
 
         Raises StorageError if the device has too little memory, WeightsMismatchError if weights are to be read again
         and the checkpoint has changed, UsageError as `sleep`; the model sleeps on then.
@@ -320,11 +319,12 @@ class RestoredModel:
         Raises InputError with everything that does not fit, and nothing is written then. A model of which only a part
         could be written is closed.
         """
+        from graphpack.weight_update import plan_update
+
         with self._lock:
             self._require_open()
             check_arguments(InputError, tensors=(tensors, BY_NAME))
-            bound = self._memory.bound
-            update = plan_update(self.record, self.weights, tensors, bound, constants_hold=constants_hold)
+            update = plan_update(self.record, self.weights, tensors, self._memory.bound, constants_hold=constants_hold)
             self.updated = self.updated or bool(update.values)
             try:
                 for region, values in update.values.items():
@@ -361,7 +361,7 @@ class RestoredModel:
     def _require_decode(self) -> None:
         self._require_open()
         if not all(is_decode(graph.inputs) for graph, _ in self._graphs.values()):
-            names = ", ".join(spec.name for spec in next(iter(self._graphs.values()))[0].inputs)
+            names = ", ".join(spec.name for spec in self.inputs)
             raise InputError("this entry is not a decode step; call replay", [Problem("inputs", names)])
 
     def _check(

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphpack.documents import Document
 from graphpack.errors import GraphpackError
-from graphpack.results import (
-    BenchRow,
-    Collected,
-    CollectedFile,
-    LoadedEntry,
-    Removed,
-    Rung,
-    SaveResult,
-    SignedEntry,
-    VerifiedEntry,
-)
+
+if TYPE_CHECKING:
+    from graphpack.results.load import LoadedEntry, Rung
+    from graphpack.results.maintain import Collected, CollectedFile, Removed
+    from graphpack.results.replay import BenchRow
+    from graphpack.results.save import SaveResult
+    from graphpack.results.sign import SignedEntry
+    from graphpack.results.verify import VerifiedEntry
 
 WIDEST_PADDING = 60
 
@@ -226,6 +223,8 @@ def _inspected(entry: Document) -> list[str]:
         lines += _section(f"environment, {kind}", fields)
     if entry.get("graphs"):
         lines += _graphs(entry["graphs"])
+    if "ranks" in entry:
+        lines += _section("ranks", {**entry["ranks"], "shards": f"{len(entry['ranks']['shards'])} tensors are split"})
     if "piecewise" in entry:
         lines += _piecewise(entry["piecewise"])
     if "kernels" in entry:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from graphpack import golden
 from graphpack.archive.ahead import BlobsAhead
 from graphpack.archive.check import check_features
 from graphpack.archive.piecewise import PiecewiseGraph, graphs_of, shaped_graphs
+from graphpack.archive.ranks import NAME as RANKS
+from graphpack.archive.ranks import ranks_of
 from graphpack.archive.reading import Entry, Reader
 from graphpack.archive.record import Graph, Record
 from graphpack.archive.trust import Policy, Trusted, trust_entry
@@ -26,16 +28,18 @@ from graphpack.errors import (
     UnsupportedFormatError,
     WeightsMismatchError,
 )
-from graphpack.golden import Golden
 from graphpack.graph import Bucket, Shape, bucket_of
 from graphpack.identity.agreement import refuse_contradictions
 from graphpack.identity.compat import check_environment
+from graphpack.identity.digests import settings_digest
 from graphpack.identity.environment import read_host
 from graphpack.identity.layout import check_layout
 from graphpack.identity.weights import check_structure, check_weights, hash_weights
 from graphpack.models.architecture import DecoderConfig
 from graphpack.models.locate import Located, locate_weights
 from graphpack.models.weights import WeightSource
+from graphpack.prefill import steps_in_pieces
+from graphpack.ranks import Alone, Company
 from graphpack.regions import (
     CAPTURE_VERSION,
     check_specs,
@@ -45,9 +49,13 @@ from graphpack.regions import (
     unpack_constants,
 )
 from graphpack.replay import RestoredModel
-from graphpack.results import LoadedEntry, LoadRequest, Observer, VerifiedBucket
+from graphpack.results.load import LoadedEntry, LoadRequest
+from graphpack.results.observer import Observer
 from graphpack.stages import Stages
-from graphpack.trials import Trial, verify_graphs
+
+if TYPE_CHECKING:
+    from graphpack.golden import Golden
+    from graphpack.results.replay import VerifiedBucket
 
 Graphs = dict[Bucket, tuple[Graph, Executable]]
 Pieces = dict[int, tuple[PiecewiseGraph, Executable]]
@@ -64,14 +72,16 @@ def restore_entry(
     observer: Observer,
     make_room: MakeRoom | None = None,
     ahead: BlobsAhead | None = None,
+    ranks: Company | None = None,
 ) -> RestoredModel:
     """Climb the ladder for one entry. Without a policy, the entry is one that this very save has written.
 
     `make_room` is called before memory is taken; what it raises ends the climb. `ahead` has the blobs that this request
-    needs, if they are on their way already.
+    needs, if they are on their way already. `ranks` are those that climb beside this one, if it is one of several: all
+    of them get there or none.
     """
     with closing(ahead or BlobsAhead(archive, entry.record, every=request.verify)) as blobs:
-        return _Restore(archive, entry, request, config, policy, observer, make_room, blobs).run()
+        return _Restore(archive, entry, request, config, policy, observer, make_room, blobs, ranks or Alone()).run()
 
 
 class _Restore:
@@ -87,13 +97,14 @@ class _Restore:
         observer: Observer,
         make_room: MakeRoom | None,
         ahead: BlobsAhead,
+        ranks: Company,
     ) -> None:
         self._archive = archive
         self._entry = entry
         self._record = entry.record
         self._pieces = graphs_of(entry.record)
         self._name = entry.record.entry.name
-        self._notes = list(entry.notes)
+        self._notes = [*entry.notes, *([str(entry.part)] if entry.part else [])]
         self._request = request
         self._config = config
         self._policy = policy
@@ -101,49 +112,66 @@ class _Restore:
         self._observer = observer
         self._make_room = make_room
         self._ahead = ahead
+        self._ranks = ranks
         self._ladder = Ladder()
         self._stage = Stages(observer)
         self._blobs: dict[str, bytes] = {}
 
     def run(self) -> RestoredModel:
-        self._ladder.passed("archive")
-        self._check_format()
         with ExitStack() as undo:
-            self._start(undo)
-            with self._stage("read"):
-                refuse_contradictions(self._record)
-                self._read_blobs()
-                self._check_trust()
-            with self._stage("environment"):
-                self._check_environment()
-            self._session.prepare(self._record, self._blobs)
-            with self._stage("weights"):
-                located = self._open_weights()
-                source = undo.enter_context(located.source)
-                self._check_weights(source)
-            try:
-                with self._stage("layout"):
-                    constants = self._check_layout(located.config)
-                if self._make_room is not None:
-                    self._make_room(self._record, self._session.room(self._record.layout, self._request))
-                with self._stage("bind"):
-                    memory = self._session.allocate(self._record, source, constants, self._request)
-                    undo.callback(memory.close)
-            except GraphpackError:
-                self._hash_weights(source)
-                raise
-            self._hash_weights(source, memory)
-            with self._stage("graphs"):
-                self._session.check_blobs(self._record, self._blobs)
-            goldens = self._goldens()
-            with self._stage("graphs"):
-                graphs, pieces = self._rebuild(undo)
-            with self._stage("upload"):
-                memory.ready()
-                self._check_unchanged(source)
-            verified = self._verify(graphs, pieces, memory, goldens)
+            with self._ranks.together("restore"):
+                located, memory, graphs, pieces, goldens = self._climb(undo)
+            with self._ranks.together("verify"):
+                verified = self._verify(graphs, pieces, memory, goldens)
             undo.pop_all()
         return RestoredModel(self._record, graphs, memory, located, self._result(memory, verified), pieces)
+
+    def _climb(self, undo: ExitStack) -> tuple[Located, Memory, Graphs, Pieces, dict[Shape, Golden]]:
+        """All rungs but the last, which ranks climb together."""
+        self._ladder.passed("archive")
+        self._check_format()
+        self._start(undo)
+        with self._stage("read"):
+            refuse_contradictions(self._record)
+            self._read_blobs()
+            self._check_trust()
+        with self._stage("environment"):
+            self._check_environment()
+        self._session.prepare(self._record, self._blobs)
+        with self._stage("weights"):
+            located = self._open_weights()
+            source = undo.enter_context(located.source)
+            self._check_weights(source)
+            self._ranks.agree("weights", self._facts(source))
+        try:
+            with self._stage("layout"):
+                constants = self._check_layout(located.config)
+            if self._make_room is not None:
+                self._make_room(self._record, self._session.room(self._record.layout, self._request))
+            with self._stage("bind"):
+                memory = self._session.allocate(self._record, source, constants, self._request)
+                undo.callback(memory.close)
+        except GraphpackError:
+            self._hash_weights(source)
+            raise
+        self._hash_weights(source, memory)
+        with self._stage("graphs"):
+            self._session.check_blobs(self._record, self._blobs)
+        goldens = self._goldens()
+        with self._stage("graphs"):
+            graphs, pieces = self._rebuild(undo)
+        with self._stage("upload"):
+            memory.ready()
+            self._check_unchanged(source)
+        return located, memory, graphs, pieces, goldens
+
+    def _facts(self, source: WeightSource) -> dict[str, object]:
+        """What all ranks must be of one mind about: which save they load, and where its weights are."""
+        roots = self._record.extensions.get(RANKS, {}).get("roots")
+        facts = {"entry.name": self._name, "format": str(self._record.format), "weights.roots": roots}
+        facts["model.config_digest"] = self._record.model.config_digest
+        facts["settings"] = settings_digest(self._record.settings)
+        return {**facts, "files": source.identities()}
 
     def _check_format(self) -> None:
         record = self._record
@@ -183,10 +211,12 @@ class _Restore:
         if device != needed:
             problem = Problem("environment.device_type", needed, device, f"load it with --device {needed}")
             raise EnvironmentMismatchError(f"entry '{self._name}' does not fit this device", [problem])
-        refused, waived = check_environment(record.environment, read_host(self._session.device()), request.allow)
+        host, runs_torch = read_host(self._session.device()), bool(self._pieces)
+        refused, waived = check_environment(record.environment, host, request.allow, runs_torch=runs_torch)
         if refused:
             raise EnvironmentMismatchError(f"entry '{self._name}' does not fit this machine", refused)
         self._other_device = any(problem.where.endswith("sm_count") for problem in waived)
+        self._exact = not waived
         if waived:
             self._ladder.waived("environment", ", ".join(problem.where for problem in waived))
         else:
@@ -226,8 +256,10 @@ class _Restore:
         """The recorded regions and tensors against those the rest of the record and the model here imply."""
         record = self._record
         problems = self._session.check_placement(record.layout)
+        ranks = ranks_of(record)
+        state = ranks.state if ranks else ()
         stored, kept = stored_specs(record.weights), constant_specs(record.layout.regions)
-        expected = expected_regions(record.graphs, stored, kept, record.model.effective_dtype, self._pieces)
+        expected = expected_regions(record.graphs, stored, kept, record.model.effective_dtype, self._pieces, state)
         expected = self._session.expected(record.layout, expected)
         problems = problems or check_layout(record.layout, expected, CAPTURE_VERSION)
         problems += check_specs(record, config) if config else []
@@ -253,21 +285,23 @@ class _Restore:
         built = self._session.rebuild(self._record, self._blobs, self._request)
         for executable in built.values():
             undo.callback(executable.close)
-        graphs = {graph.bucket: (graph, built[graph.bucket]) for graph in self._record.graphs}
+        graphs: Graphs = {graph.bucket: (graph, built[graph.bucket]) for graph in self._record.graphs}
         stitched = self._session.rebuild_pieces(self._record, self._blobs)
         for executable in stitched.values():
             undo.callback(executable.close)
         pieces = {graph.token_count: (graph, stitched[graph.token_count]) for graph in self._pieces}
         count = len({piece.object for graph in self._pieces for piece in graph.pieces})
         more = f", {count} pieces" if count else ""
-        self._ladder.passed("objects", f"{len(graphs)} graph{'s' if len(graphs) > 1 else ''}{more}")
-        return graphs, pieces
+        self._ladder.passed("objects", f"{len(graphs)} graph{'' if len(graphs) == 1 else 's'}{more}")
+        return graphs or steps_in_pieces(self._record, pieces), pieces
 
     def _goldens(self) -> dict[Shape, Golden]:
         """What to replay, if anything. Part of the rung `outputs`, but decoded before anything native is loaded."""
         goldens: dict[Shape, Golden] = {}
         if not (self._request.verify or self._other_device):
             return goldens
+        from graphpack import golden
+
         for shape, graph in shaped_graphs(self._record):
             where, blob = f"blobs/sha256/{graph.golden}", self._golden_blob(graph.golden)
             found = golden.decode(blob, bucket_of(shape), graph.inputs, graph.outputs[0], where)
@@ -283,10 +317,16 @@ class _Restore:
         if not goldens:
             self._ladder.skipped("outputs", "load --verify replays the goldens")
             return ()
-        memory.exact = memory.exact and not self._other_device
+        from graphpack.trials import Trial, verify_graphs
+
+        memory.exact = memory.exact and self._exact
         with self._stage("verify"):
             try:
-                trials = [Trial(bucket, *graph, goldens[bucket]) for bucket, graph in sorted(graphs.items())]
+                trials = [
+                    Trial(bucket, *graph, goldens[bucket])
+                    for bucket, graph in sorted(graphs.items())
+                    if bucket in goldens
+                ]
                 trials += [
                     Trial(graph.chunk(self._record), graph, executable, goldens[graph.chunk(self._record)])
                     for _, (graph, executable) in sorted(pieces.items())

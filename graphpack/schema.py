@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from graphpack.errors import Problem
 
@@ -21,8 +21,7 @@ Plain = Any
 """What msgpack and JSON can hold: None, bool, int, float, str, bytes, list, and dict with string keys."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(NamedTuple):
     """A rule for one value, with the words `docs/format.md` uses for it."""
 
     text: str

@@ -11,7 +11,7 @@ from graphpack.archive.signature import Signed, Statement, encode_bundle, messag
 from graphpack.archive.store import Archive, Entry
 from graphpack.archive.trust import signature_row
 from graphpack.errors import Problem, UntrustedError, UsageError
-from graphpack.results import SignedEntry
+from graphpack.results.sign import SignedEntry
 from graphpack.schema import COUNT_LIMIT
 
 LONGEST_DAYS = 36500

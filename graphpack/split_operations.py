@@ -13,13 +13,16 @@ from dataclasses import dataclass
 class SplitOperation:
     """What a call of an operation is given, in order: values that were computed before, regions of the state, which it
     alone may touch, weights, and whole numbers by name. `bindings` names the kinds of weights; of each kind there are
-    equally many, first all of the first kind. It gives one value."""
+    equally many, first all of the first kind. It gives one value.
+
+    A `collective` one is run by all ranks at once: an entry has it just if it is one of several ranks'."""
 
     name: str
     inputs: tuple[str, ...]
     state: tuple[str, ...] = ()
     bindings: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+    collective: bool = False
 
     @property
     def qualified(self) -> str:
@@ -42,8 +45,12 @@ _ALL = (
         bindings=("gates", "ups", "downs"),
         options=("top_k", "normalize", "scratch"),
     ),
+    SplitOperation(name="all_reduce", inputs=("partial",), collective=True),
 )
 SPLIT_OPERATIONS = {operation.name: operation for operation in _ALL}
 
-DEFAULT_SPLIT = tuple(sorted(SPLIT_OPERATIONS))
+DEFAULT_SPLIT = tuple(sorted(operation.name for operation in _ALL if not operation.collective))
+"""Where a caller can choose to split, which is by default at all of them."""
+COLLECTIVES = tuple(sorted(operation.name for operation in _ALL if operation.collective))
+"""Where a model of several ranks is split besides, whatever the caller chooses."""
 """Where a model is split if nothing else is said: wherever it can be."""

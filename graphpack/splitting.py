@@ -6,23 +6,71 @@ gives what comes after it needs; the state belongs to split operations alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from graphpack.archive.piecewise import Call
+from graphpack.archive.piecewise import Call, PiecewiseGraph, prefill_shapes
 from graphpack.errors import CaptureRefusedError, Problem
-from graphpack.graph import TensorSpec
+from graphpack.graph import Chunk, TensorSpec
+from graphpack.models.step import StepModel
 from graphpack.modes import node_line
 from graphpack.split_operations import NAMESPACE, SPLIT_OPERATIONS
 
 _CHECKS = (torch.ops.aten._assert_tensor_metadata.default,)
 """Nodes that say what was true while tracing, and compute nothing."""
+
+
+class PrefillModel(Protocol):
+    """What a step model has besides, to be saved piecewise; see `docs/modes.md`."""
+
+    def prefill_module(self) -> torch.nn.Module: ...
+
+    def prefill_inputs(self, chunk: Chunk, slots: int) -> tuple[TensorSpec, ...]: ...
+
+    def prefill_outputs(self, chunk: Chunk) -> tuple[TensorSpec, ...]: ...
+
+
+def prefill_of(step: StepModel) -> PrefillModel:
+    """Raises CaptureRefusedError for a model without a prefill."""
+    missing = [name for name in ("prefill_module", "prefill_inputs", "prefill_outputs") if not hasattr(step, name)]
+    if missing:
+        hint = "save with --mode full, or give the step model these methods"
+        problems = [Problem(f"{type(step).__qualname__}.{name}", "", "missing", hint) for name in missing]
+        raise CaptureRefusedError("the model has no prefill that could be split", problems)
+    return cast("PrefillModel", step)
+
+
+def check_inputs(inputs: Sequence[TensorSpec], chunk: Chunk) -> None:
+    """Raises CaptureRefusedError for other inputs than prefills take."""
+    wanted = [(name, "int64", shape) for name, shape in prefill_shapes(chunk.tokens, chunk.rows)]
+    here = [(spec.name, spec.dtype, spec.shape) for spec in inputs]
+    if here != wanted:
+        given, asked = (
+            ", ".join(f"{name} {dtype} {list(shape)}" for name, dtype, shape in one) for one in (here, wanted)
+        )
+        problem = Problem("prefill_inputs", asked, given, "see docs/modes.md")
+        raise CaptureRefusedError("the prefill of the model takes other inputs than prefills take", [problem])
+
+
+def check_read(
+    graph: PiecewiseGraph, weights: frozenset[str], aliases: Mapping[str, str], constants: Mapping[str, object]
+) -> None:
+    """Every tensor of the checkpoint and every constant must be read: what is not would replay stale."""
+    read = {aliases.get(name, name) for name in graph.bindings}
+    wanted = {aliases.get(name, name) for name in weights} | set(constants)
+    problems = [
+        Problem(name, "", "is read by no piece and no split operation", "remove it, or use it")
+        for name in sorted(wanted - read)
+    ]
+    if problems:
+        of = f"the pieces for {graph.token_count} tokens"
+        raise CaptureRefusedError(f"{of} do not hold the model's tensors", problems)
 
 
 @dataclass(frozen=True, slots=True)

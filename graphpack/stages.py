@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from graphpack.results import Observer
+from graphpack.results.observer import Observer
 
 
 class Stages:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from graphpack.results import Stats
+if TYPE_CHECKING:
+    from graphpack.results.replay import Stats
 
 Finish = Literal["eos", "max_tokens", "seq_len"]
 """Why a text ended: by a token that ends texts, with as many tokens as were asked for, or with no position left."""

@@ -16,7 +16,7 @@ from graphpack.errors import OutputsDifferError, Problem
 from graphpack.golden import Comparison, Golden
 from graphpack.graph import Bucket, Shape
 from graphpack.inputs import check_inputs
-from graphpack.results import BenchRow, VerifiedBucket
+from graphpack.results.replay import BenchRow, VerifiedBucket
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,16 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from graphpack.archive.keys import read_public_key
 from graphpack.archive.permissions import changeable_by, read_protected
 from graphpack.archive.trust import Policy
 from graphpack.errors import Problem, StorageError, UntrustedError, UsageError
 from graphpack.home import user_directory
 from graphpack.schema import COUNT_LIMIT, shown
+
+if TYPE_CHECKING:
+    from graphpack.archive.keys import PublicKey
 
 SYSTEM_FILE = Path("/etc/graphpack/trust.yaml")
 FILE_NAME = "trust.yaml"
@@ -61,12 +64,20 @@ def join(places: Sequence[Place]) -> Policy:
     with_keys = next((place for place in places if place.keys), Place())
     named = {name for place in places for name in place.minimum_serial}
     return Policy(
-        keys=tuple(read_public_key(path) for path in with_keys.keys),
+        keys=tuple(_read_keys(with_keys.keys)),
         signature_required=any(place.required for place in places)
         or (bool(with_keys.keys) and with_keys.required is not False),
         minimum_serial={name: max(place.least(name) for place in places) for name in named},
         least_serial=max((place.least_serial for place in places), default=0),
     )
+
+
+def _read_keys(paths: Sequence[Path]) -> list[PublicKey]:
+    if not paths:
+        return []
+    from graphpack.archive.keys import read_public_key
+
+    return [read_public_key(path) for path in paths]
 
 
 def _environment() -> Place:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from graphpack.archive.check import check_features
 from graphpack.archive.oci import blob_file
+from graphpack.archive.reading import ranks_by_name
 from graphpack.archive.record import Blob
 from graphpack.archive.remembered import Remembered, now, shows_changes
 from graphpack.archive.store import Archive, Entry
@@ -20,7 +21,8 @@ from graphpack.errors import (
 )
 from graphpack.home import user_directory
 from graphpack.identity.agreement import refuse_contradictions
-from graphpack.results import Observer, VerifiedEntry
+from graphpack.results.observer import Observer
+from graphpack.results.verify import VerifiedEntry
 
 Level = Literal["structure", "cached", "full"]
 LEVELS: tuple[Level, ...] = ("structure", "cached", "full")
@@ -34,6 +36,7 @@ def verify(path: Path, names: Sequence[str], level: Level, policy: Policy, obser
     """
     archive = Archive.open(path)
     entries = archive.find(names or None)
+    ranks_by_name(entries)
     remembered = Remembered(user_directory("XDG_CACHE_HOME", ".cache"))
     verified = [_Verification(archive, entry, level, policy, remembered, observer).run() for entry in entries]
     try:

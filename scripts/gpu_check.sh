@@ -10,8 +10,11 @@
 # dispatch         rows that come and go over eight buckets, and the fallback to the model itself
 # pool             a hundred switches between models of which one is awake, how fast they wake (after bench quick)
 # compile          the smoke stage for torch.compile's kernels, with empty caches
+# piecewise-parts  what prompts in pieces are made of, part by part, in a process for each model
+# piecewise        prompts through restored pieces: beside eager, and the time to the first token
 # archives         the two small archives for tests/archives, as one tar file
 # throughput       decoded tokens a second beside eager and torch.compile (after bench compile)
+# two              two ranks on two GPUs: qwen3-0.6b and llama-3.2-1b, or those of $TWO, beside one GPU; one is killed
 # gap              which acts of a process slow its later replays down (after bench quick)
 # upload MODEL     how fast weights reach the device, in each way
 # hash             the kernel that hashes weights: its digests beside hashlib's, and its GB/s
@@ -69,12 +72,17 @@ while [ "$#" -gt 0 ]; do
         dispatch) stage dispatch 300 "$PYTHON" scripts/gpu/dispatch.py ;;
         pool) stage pool 120 "$PYTHON" scripts/gpu/pool.py ;;
         compile) stage compile 240 "$PYTHON" scripts/gpu/smoke.py --compile ;;
+        piecewise-parts) stage piecewise-parts 240 "$PYTHON" scripts/gpu/piecewise_parts.py ;;
+        piecewise) stage piecewise 420 "$PYTHON" scripts/gpu/piecewise.py ;;
+        piecewise-right) stage piecewise-right 200 "$PYTHON" scripts/gpu/piecewise.py right ;;
+        piecewise-fast) stage piecewise-fast 300 "$PYTHON" scripts/gpu/piecewise.py fast ;;
         archives) stage archives 240 "$PYTHON" scripts/gpu/archives.py ;;
         real)
             install_missing gguf:gguf accelerate:accelerate psutil:psutil tokenizers:tokenizers tqdm:tqdm
             stage real 300 "$PYTHON" scripts/gpu/real.py
             ;;
         throughput) stage throughput 300 "$PYTHON" scripts/gpu/throughput.py ;;
+        two) stage two 580 "$PYTHON" scripts/gpu/two_gpus.py ${TWO:-} ;;
         gap) stage gap 240 "$PYTHON" scripts/gpu/gap.py ;;
         hash) stage hash 60 "$PYTHON" scripts/gpu/leaf_hash.py ;;
         upload)

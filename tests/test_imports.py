@@ -20,22 +20,24 @@ LONGEST_MODULE = 400
 # A module imports only what stands before it.
 ORDER = """
     errors elf words process jobs logs
-    split_operations schema suggestion arguments dtypes torch_arrays graph results texts stages convert home
-    interpreter
+    split_operations schema suggestion arguments dtypes torch_arrays graph
+    results results.observer results.replay results.sign results.load results.verify results.maintain results.save
+    texts stages convert home interpreter
     configuration configuration.yaml_file configuration.keys configuration.reader configuration.environment
     configuration.config
-    archive archive.glance archive.record archive.piecewise archive.codec archive.compression archive.limits archive.oci
-    archive.owner
-    archive.files archive.lock archive.looks archive.finding archive.check archive.permissions archive.keys
-    archive.signature archive.reading archive.ahead archive.store archive.collect archive.trust archive.remembered
+    archive archive.glance archive.record archive.piecewise archive.ranks archive.codec archive.compression
+    archive.limits archive.oci archive.owner archive.files archive.lock archive.looks archive.finding archive.check
+    archive.permissions archive.keys archive.signature archive.reading archive.ahead archive.store archive.collect
+    archive.trust archive.remembered
     archive.validate
-    identity identity.environment identity.cpu_isa identity.digests identity.weights identity.layout identity.compat
-    identity.agreement
+    identity identity.symbol_versions identity.environment identity.cuda_software identity.cpu_isa identity.digests
+    identity.weights identity.layout identity.compat identity.agreement
     models models.step models.safetensors models.seeded models.weights models.blocks models.architecture models.specs
-    models.checkpoint models.presets models.operations models.experts models.decoder
+    models.sharding models.checkpoint models.presets models.attention models.operations models.experts models.decoder
+    models.ranked
     models.factory models.registry models.locate models.tokenizer
-    regions tensor golden backends backends.spare lockstep modes splitting
-    backends.inductor_cache
+    ranks group regions tensor golden backends backends.spare lockstep modes splitting
+    backends.capturing backends.inductor_cache
     backends.cpu.policy backends.cpu.memory backends.cpu.runtime backends.cpu.stitched backends.cpu.restore
     backends.cpu
     backends.cpu.export backends.cpu.compile backends.cpu.capture backends.cpu.pieces backends.cpu.agree
@@ -44,16 +46,18 @@ ORDER = """
     backends.cuda.attributes backends.cuda.columns_check backends.cuda.columns backends.cuda.builder
     backends.cuda.host backends.cuda.host_weights backends.cuda.heap backends.cuda.images backends.cuda.spans
     backends.cuda.leaf_hash
-    backends.cuda.bindings backends.cuda.graphs_check backends.cuda.placement
+    backends.cuda.bindings backends.cuda.piece_columns backends.cuda.pieces_check
+    backends.cuda.graphs_check backends.cuda.placement
     backends.cuda.arena
     backends.cuda.rebuild backends.cuda.ring backends.cuda.upload backends.cuda.relay
-    backends.cuda.device_memory backends.cuda.executable
+    backends.cuda.device_memory backends.cuda.executable backends.cuda.operations backends.cuda.stitched
     backends.cuda.session backends.cuda.restore
     backends.cuda
     backends.cuda.cubin backends.cuda.image_file backends.cuda.trim
-    backends.cuda.listener backends.cuda.walk backends.cuda.audit backends.cuda.encode
+    backends.cuda.listener backends.cuda.walk backends.cuda.audit backends.cuda.encode backends.cuda.encode_pieces
     backends.cuda.space backends.cuda.memory backends.cuda.recorder
-    backends.cuda.watch backends.cuda.capture backends.cuda.agree backends.cuda.capturing
+    backends.cuda.watch backends.cuda.capture backends.cuda.capture_pieces
+    backends.cuda.agree backends.cuda.capturing
     trust_settings inputs dispatch slots eager fallback prefill
     weight_update trials replay restore completeness opening budget pool
     sampling generate
@@ -65,14 +69,17 @@ ORDER = """
     __main__
 """.split()  # noqa: SIM905 - rows are read more easily than seventy lines
 
-# The way of `save`, of steps that no graph was captured for, and of what runs between pieces. All other modules know
-# torch neither at their top nor in their functions.
+# The way of `save`, of steps that no graph was captured for, of what runs between pieces, and of ranks. All other
+# modules know torch neither at their top nor in their functions.
 MAY_USE_TORCH = {
     "torch_arrays",
+    "models.attention",
     "models.operations",
     "models.experts",
     "models.decoder",
+    "models.ranked",
     "models.factory",
+    "group",
     "lockstep",
     "modes",
     "splitting",
@@ -83,10 +90,12 @@ MAY_USE_TORCH = {
     "backends.cpu.pieces",
     "backends.cpu.agree",
     "backends.cpu.capturing",
+    "backends.cuda.operations",
     "backends.cuda.memory",
     "backends.cuda.recorder",
     "backends.cuda.watch",
     "backends.cuda.capture",
+    "backends.cuda.capture_pieces",
     "backends.cuda.agree",
     "backends.cuda.capturing",
     "eager",
@@ -96,12 +105,29 @@ MAY_USE_TORCH = {
 # The doors to that way: functions that import it when they are called.
 DOORS = {
     ("models.registry", "models.decoder"),
+    ("models.registry", "models.ranked"),
     ("models.registry", "models.factory"),
     ("cli.save", "capture"),
     ("fallback", "eager"),
     ("backends.cpu.stitched", "models.operations"),
     ("backends.cpu.stitched", "torch_arrays"),
+    ("opening", "group"),
+    ("proof", "group"),
+    ("backends.cuda.stitched", "backends.cuda.operations"),
 }
+
+# What a load on a CUDA device imports in any case, and what it leaves to those that need it: half of the time until the
+# first token is that of imports.
+LOAD = """
+    opening results.load results.observer archive.reading identity.compat configuration.config trust_settings
+    restore backends.cuda.restore
+""".split()  # noqa: SIM905 - as above
+NOT_FOR_EVERY_LOAD = """
+    results.save results.verify results.maintain results.sign results.replay golden trials weight_update
+    configuration.reader configuration.yaml_file archive.keys archive.signature archive.store archive.collect
+    archive.lock elf identity.symbol_versions identity.cuda_software models.presets models.seeded models.registry
+    backends.capturing backends.cuda.capturing backends.cpu sampling generate documents report
+""".split()  # noqa: SIM905 - as above
 
 MAY_START_PROCESSES = {"backends.cpu.compile", "jobs", "proof"}
 NEVER_IMPORTED = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "zipfile", "tarfile"}
@@ -116,10 +142,11 @@ class Import:
     lazy: bool
 
 
-def modules() -> list[str]:
+@cache
+def modules() -> tuple[str, ...]:
     paths = sorted(PACKAGE.rglob("*.py"))
     names = [".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__") for path in paths]
-    return [name for name in names if name != "__init__"]
+    return tuple(name for name in names if name != "__init__")
 
 
 def file_of(module: str) -> Path:
@@ -182,7 +209,8 @@ def test_torch_stays_on_the_way_of_save(module: str) -> None:
 
 
 def test_the_list_of_torch_modules_is_tight() -> None:
-    assert {module for module in MAY_USE_TORCH if "torch" not in roots(module)} <= {"backends.cpu.capturing"}
+    through_others = {"backends.cpu.capturing", "backends.cpu.pieces"}
+    assert {module for module in MAY_USE_TORCH if "torch" not in roots(module)} <= through_others
 
 
 def test_only_progress_uses_rich() -> None:
@@ -214,3 +242,14 @@ def test_importing_does_not_bring_torch(module: str) -> None:
 def test_what_starts_a_driver_is_imported_before_what_is_slow_to_import() -> None:
     code = "import sys, graphpack.opening, graphpack.backends.cuda.libcuda; sys.exit('numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent).returncode == 0
+
+
+def test_a_load_imports_only_what_every_load_needs() -> None:
+    assert set(LOAD) | set(NOT_FOR_EVERY_LOAD) <= set(ORDER)
+    code = f"import sys, {', '.join(f'graphpack.{module}' for module in LOAD)}; print(*sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, check=True
+    )
+    imported = {name.removeprefix("graphpack.") for name in result.stdout.split()}
+    assert set(LOAD) <= imported
+    assert sorted(imported & set(NOT_FOR_EVERY_LOAD)) == []

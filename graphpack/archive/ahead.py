@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+from graphpack.archive.oci import IMAGE_TYPE
 from graphpack.archive.piecewise import graphs_of
 from graphpack.archive.reading import Reader
 from graphpack.archive.record import Record
@@ -16,7 +17,9 @@ class BlobsAhead:
 
     def __init__(self, archive: Reader, record: Record, *, every: bool) -> None:
         needed = {blob for graph in record.graphs for blob in (graph.object, *graph.images)}
-        needed |= {piece.object for graph in graphs_of(record) for piece in graph.pieces}
+        pieces = {piece.object for graph in graphs_of(record) for piece in graph.pieces}
+        # Which images pieces run is said by the pieces.
+        needed |= pieces | {blob.digest for blob in record.blobs if pieces and blob.media_type == IMAGE_TYPE}
         needed |= {record.constants} if record.constants else set()
         self._pool = ThreadPoolExecutor(_THREADS, "graphpack-read")
         self._found = {

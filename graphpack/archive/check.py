@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, Literal
 
-from graphpack.archive import oci, piecewise
+from graphpack.archive import oci, piecewise, ranks
 from graphpack.archive.codec import CONTAINER_LIMIT, unframe_record
 from graphpack.archive.record import FORMAT_MINOR, Features, Graph, Record, Settings, Weights
 from graphpack.dtypes import DTYPES
@@ -20,10 +20,10 @@ from graphpack.schema import SchemaProblems, from_plain, shown
 
 Operation = Literal["inspect", "verify", "load"]
 
-FEATURES = frozenset({piecewise.NAME})
+FEATURES = frozenset({piecewise.NAME, ranks.NAME})
 """The features this version knows. Format 1.0 has none: all that is in it is required of every reader."""
 
-_EXTENSIONS = {piecewise.NAME: piecewise.MINOR}
+_EXTENSIONS = {piecewise.NAME: piecewise.MINOR, ranks.NAME: ranks.MINOR}
 """The extensions this version knows, with the first minor version of the format that has each."""
 
 FLOAT32_TOLERANCE_LIMIT = 2e-4
@@ -43,6 +43,8 @@ def decode_record(data: bytes, where: str) -> Record:
         raise _refusal(plain, problems, where)
     _check_extensions(record, where)
     contradictions, unknown_keys = piecewise.check_piecewise(record)
+    if not contradictions and not unknown_keys:
+        contradictions, unknown_keys = ranks.check_ranks(record)
     if unknown_keys and not contradictions:
         raise UnsupportedFormatError(f"{where}: the record has keys this graphpack does not know", unknown_keys)
     contradictions = contradictions or check_record(record)
@@ -132,7 +134,7 @@ def _check_blobs(record: Record) -> list[Problem]:
     digests = [blob.digest for blob in record.blobs]
     if digests != sorted(set(digests)):
         problems.append(Problem("blobs", "not sorted by digest, each once"))
-    if not record.graphs:
+    if not record.graphs and not ranks.has_ranks(record):
         problems.append(Problem("graphs", "empty", "at least one"))
     object_type = oci.CUDA_GRAPH_TYPE if record.entry.backend == "cuda" else oci.OBJECT_TYPE
     uses = [(f"graphs[{position}].object", graph.object, object_type) for position, graph in enumerate(record.graphs)]
@@ -157,6 +159,9 @@ def _check_blobs(record: Record) -> list[Problem]:
         if types.get(digest) != media_type:
             problems.append(Problem(where, digest, f"must be one of blobs, of type {media_type}"))
     unused = types.keys() - {digest for _, digest, _ in uses}
+    if record.entry.backend == "cuda" and piecewise.has_piecewise(record):
+        # Which of them a piece runs is said by its object alone.
+        unused -= {digest for digest in unused if types[digest] == oci.IMAGE_TYPE}
     problems += [Problem("blobs", digest, "nothing in the record uses it") for digest in sorted(unused)]
     return problems
 
@@ -212,6 +217,8 @@ def _check_slots(settings: Settings) -> list[Problem]:
 
 
 def _check_buckets(record: Record) -> list[Problem]:
+    if ranks.has_ranks(record):
+        return []  # steps run in pieces
     batch_sizes, seq_lens = record.settings.batch_sizes, record.settings.seq_lens
     count = len(batch_sizes) * len(seq_lens)
     if count > CONTAINER_LIMIT:  # more than a record can have graphs, and than anybody wants counted

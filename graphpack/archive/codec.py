@@ -176,10 +176,7 @@ class ColumnsReader:
         self._reader: Any = None
 
     def read(self, data: bytes, where: str, limit: int) -> dict[str, Plain | memoryview]:
-        """As `unpack` for a map, in which byte strings stay where they are: views of `data`, at any address.
-
-        Raises CorruptArchiveError.
-        """
+        """As `unpack` for a map, whose byte strings stay where they are, as views. Raises CorruptArchiveError."""
         _check_size(data, where, limit)
         reader, self._reader = self._reader, None
         if reader is None:
@@ -200,6 +197,8 @@ class ColumnsReader:
 
 def _columns(reader: Any, data: memoryview) -> tuple[dict[str, Plain | memoryview], bool]:
     """The map that `reader` has been fed with, and whether `data` is its one encoding."""
+    if not data or (data[0] >> 4 != 8 and data[0] not in (0xDE, 0xDF)):
+        raise ValueError("not a map")
     packer = msgpack.Packer(use_bin_type=True)
     found: dict[str, Plain | memoryview] = {}
     begin = reader.tell()

@@ -15,7 +15,7 @@ from graphpack.archive.files import storage_errors
 from graphpack.archive.lock import CLAIM, locked
 from graphpack.archive.store import Archive
 from graphpack.errors import Problem, UsageError
-from graphpack.results import Collected, CollectedFile, Removed
+from graphpack.results.maintain import Collected, CollectedFile, Removed
 from graphpack.words import READING_HOURS
 
 _HOUR = 3600 * 10**9

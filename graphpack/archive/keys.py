@@ -64,6 +64,8 @@ class PublicKey:
 
 @dataclass(frozen=True, slots=True)
 class PrivateKey:
+    """What signs."""
+
     _key: Ed25519PrivateKey
 
     @property

@@ -10,7 +10,7 @@ import hashlib
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from graphpack.archive import glance
 from graphpack.archive.codec import corrupt, decode_json, encode_json
@@ -69,8 +69,7 @@ class Descriptor:
         return self.digest, self.size, self.media_type == MANIFEST_TYPE, self.annotated and self.tag is None
 
 
-@dataclass(frozen=True, slots=True)
-class SignatureManifest:
+class SignatureManifest(NamedTuple):
     """Says which bundle signs which entry. Whether that is so, the bundle has to prove."""
 
     bundle: Descriptor

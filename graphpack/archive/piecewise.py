@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import islice
 from typing import Annotated
 
@@ -123,6 +124,44 @@ def has_piecewise(record: Record) -> bool:
     return NAME in record.extensions
 
 
+def last_uses(graph: PiecewiseGraph) -> list[tuple[str, ...]]:
+    """For each call the values that no later call takes and nobody is given."""
+    kept = {spec.name for spec in graph.outputs}
+    seen: set[str] = set(kept)
+    ended: list[tuple[str, ...]] = []
+    for call in reversed(graph.calls):
+        mine = [name for name in dict.fromkeys((*call.inputs, *call.outputs)) if name not in seen]
+        seen.update(mine)
+        ended.append(tuple(mine))
+    return ended[::-1]
+
+
+def places(graph: PiecewiseGraph) -> dict[str, int]:
+    """Where a device keeps each value of a graph, counted from 0: of one dtype and shape in one place, of which the
+    next value takes the first that nobody needs any more."""
+    forms = {spec.name: _form(spec) for spec in graph.values}
+    free: dict[str, list[int]] = {}
+    found: dict[str, int] = {}
+    count = 0
+    for call, ended in zip(graph.calls, last_uses(graph), strict=True):
+        for name in call.outputs:
+            if name in forms:
+                unused = free.get(forms[name])
+                found[name] = heappop(unused) if unused else count
+                count = max(count, found[name] + 1)
+        for name in ended:
+            if name in forms:
+                heappush(free.setdefault(forms[name], []), found[name])
+    return found
+
+
+def tensor_regions(graph: PiecewiseGraph) -> dict[str, str]:
+    """The regions of a device in which inputs, values and outputs of a graph are, by their names."""
+    prefix = f"{graph.token_count} tokens"
+    own = {spec.name: f"{prefix}/{spec.name}" for spec in (*graph.inputs, *graph.outputs)}
+    return own | {name: f"{prefix}/%{place}" for name, place in places(graph).items()}
+
+
 def check_piecewise(record: Record) -> tuple[list[Problem], list[Problem]]:
     """What is malformed or contradicts itself, and the keys that nobody knows."""
     if (record.entry.mode == NAME) != has_piecewise(record):
@@ -140,8 +179,6 @@ def check_piecewise(record: Record) -> tuple[list[Problem], list[Problem]]:
 def _contradictions(record: Record, piecewise: Piecewise) -> Iterator[Problem]:
     settings, where = piecewise.settings, f"extensions.{NAME}"
     names, counts = settings.split_operations, settings.token_counts
-    if record.entry.backend != "cpu":
-        yield Problem("entry.backend", record.entry.backend, "cpu, where entries are piecewise")
     if not names or list(names) != sorted(set(names)):
         yield Problem(f"{where}.settings.split_operations", shown(list(names)), "some, sorted, each once")
     if not counts or list(counts) != sorted(set(counts)):

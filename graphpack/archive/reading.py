@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from graphpack.archive import codec, compression, files, oci
 from graphpack.archive.check import decode_record
 from graphpack.archive.finding import archive_root, no_archive, no_such_entries, open_index
 from graphpack.archive.permissions import Permissions
+from graphpack.archive.ranks import WHOLE, Part, check_group, part_of, tag_of
 from graphpack.archive.record import Blob, FormatVersion, Producer, Record
-from graphpack.archive.signature import BUNDLE_LIMIT, Signed, decode_bundle
 from graphpack.errors import CorruptArchiveError, GraphpackError, Problem, UnsupportedFormatError
+
+if TYPE_CHECKING:
+    from graphpack.archive.signature import Signed
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,8 @@ class EntryRef:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
+    """An entry that was read. `record_digest` is that of its record's file."""
+
     ref: EntryRef
     record: Record
     record_digest: str
@@ -42,11 +48,32 @@ class Entry:
         return self.record.entry.name
 
     @property
+    def part(self) -> Part | None:
+        """Which rank it is of how many, None for the entry of a model that one process runs."""
+        return part_of(self.record)
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What to tell of a tag that registry tools moved."""
-        if self.ref.tag in (None, self.name):
+        if self.ref.tag in (None, tag_of(self.name, self.part)):
             return ()
         return (f"entry '{self.name}' has the tag '{self.ref.tag}' in {oci.INDEX_FILE}",)
+
+
+def ranks_by_name(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
+    """Of each model of several ranks among entries, those of all its ranks, in order.
+
+    Raises CorruptArchiveError unless all are there and alike.
+    """
+    named: dict[str, list[Entry]] = {}
+    for entry in entries:
+        if entry.part is not None:
+            named.setdefault(entry.name, []).append(entry)
+    for name, parts in named.items():
+        problems = check_group([entry.record for entry in parts])
+        if problems:
+            raise CorruptArchiveError(f"the entries of '{name}' are not those of all ranks of one save", problems)
+    return named
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +127,15 @@ class Reader:
 
     def entry_names(self) -> tuple[str, ...]:
         """The entries' names, from their records. Raises as `find`."""
-        return tuple(entry.name for entry in self.find(None))
+        return tuple(dict.fromkeys(entry.name for entry in self.find(None)))
 
     def find(self, names: Sequence[str] | None) -> tuple[Entry, ...]:
-        """The entries of these names, in this order; all entries for None. Damage to others does not matter.
+        """The entries of these names, in this order; all entries for None. Of a model of several ranks those of all its
+        ranks, in order, as far as they are there. Damage to others does not matter.
 
         Raises NotFoundError with the names there are; CorruptArchiveError, UnsupportedFormatError, StorageError.
         """
-        found: dict[str, Entry] = {}
+        found: dict[str, dict[Part, Entry]] = {}
         failures: list[GraphpackError] = []
         for ref in self.entries():
             try:
@@ -115,9 +143,10 @@ class Reader:
             except (CorruptArchiveError, UnsupportedFormatError) as error:
                 failures.append(error)
                 continue
-            if entry.name in found:
+            ranks, part = found.setdefault(entry.name, {}), entry.part or WHOLE
+            if any(part == other or part.world_size != other.world_size for other in ranks):
                 raise codec.corrupt(oci.INDEX_FILE, f"two entries named '{entry.name}'")
-            found[entry.name] = entry
+            ranks[part] = entry
         wanted = found if names is None else names
         missing = [name for name in wanted if name not in found]
         # A damaged entry may be the one that was meant.
@@ -125,7 +154,7 @@ class Reader:
             raise failures[0]
         if missing:
             raise no_such_entries(self.path, missing, list(found))
-        return tuple(found[name] for name in wanted)
+        return tuple(entry for name in wanted for _, entry in sorted(found[name].items()))
 
     def read_entry(self, ref: EntryRef) -> Entry:
         """The entry's record, checked against its digest, its manifest and itself.
@@ -189,13 +218,16 @@ class Reader:
 
         Raises CorruptArchiveError, StorageError.
         """
-        found = []
-        for named_by, listed in self._signature_manifests().get(ref.digest, ()):
-            if listed.entry.size != ref.size:
-                raise codec.corrupt(named_by, f"its subject is {ref.size} bytes long, not {listed.entry.size}")
-            data = self._read(listed.bundle.digest, listed.bundle.size, BUNDLE_LIMIT, named_by)
-            found.append(decode_bundle(data, oci.blob_file(listed.bundle.digest)))
-        return tuple(found)
+        manifests = self._signature_manifests().get(ref.digest, ())
+        return tuple(self._read_signature(ref, named_by, listed) for named_by, listed in manifests)
+
+    def _read_signature(self, ref: EntryRef, named_by: str, listed: oci.SignatureManifest) -> Signed:
+        from graphpack.archive.signature import BUNDLE_LIMIT, decode_bundle
+
+        if listed.entry.size != ref.size:
+            raise codec.corrupt(named_by, f"its subject is {ref.size} bytes long, not {listed.entry.size}")
+        data = self._read(listed.bundle.digest, listed.bundle.size, BUNDLE_LIMIT, named_by)
+        return decode_bundle(data, oci.blob_file(listed.bundle.digest))
 
     def _signature_manifests(self) -> _Signatures:
         """Read once for an index: each of very many entries asks for its own."""
@@ -240,3 +272,48 @@ class Reader:
         if hashlib.sha256(data).hexdigest() != digest:
             raise codec.corrupt(name, "its content has another digest than its name")
         return data
+
+    # --- What a change of the index concerns
+
+    def _referrers(self, index: oci.Index, manifests: Collection[str]) -> set[int]:
+        """Positions of what says something about these manifests, such as a signature, and of what does about that."""
+        subjects = [
+            found or oci.subject(None, held.tag)
+            for held, found in zip(index.descriptors, index.of_each(self._subject), strict=True)
+        ]
+        about = set(manifests)
+        while True:
+            positions = {position for position, subject in enumerate(subjects) if subject in about}
+            found = {index.descriptors[position].digest for position in positions}
+            if found <= about:
+                return positions
+            about |= found
+
+    def _subject(self, held: oci.Descriptor) -> str | None:
+        with suppress(CorruptArchiveError):
+            return oci.subject(self._listed(held), None)
+        return None
+
+    def _names(self, index: oci.Index) -> list[str | None]:
+        """Of each descriptor the entry's name, None if it is none. Where it cannot be read, its tag is all there is."""
+        names = index.of_each(self._name)
+        return [held.tag if name == "" else name for held, name in zip(index.descriptors, names, strict=True)]
+
+    def _name(self, held: oci.Descriptor) -> str | None:
+        """Empty for what cannot be read."""
+        try:
+            if self._manifest(held) is None:
+                return None
+            return self.read_entry(EntryRef(held.tag, held.digest, held.size)).name
+        except (CorruptArchiveError, UnsupportedFormatError):
+            return ""
+
+    def _blobs_of(self, index: oci.Index, manifests: Collection[str]) -> set[str]:
+        """Manifests that the index lists and the blobs they name; of damaged ones, nothing."""
+        blobs: set[str] = set()
+        for held in index.distinct:
+            if held.digest in manifests:
+                with suppress(CorruptArchiveError):
+                    names, _ = oci.references(self._listed(held), oci.blob_file(held.digest))
+                    blobs |= {held.digest, *names}
+        return blobs

@@ -39,6 +39,8 @@ PlainMap = Annotated[Mapping[str, Any], Rule("without byte strings at any depth"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormatVersion:
+    """The version of the format that the record has."""
+
     major: Count
     minor: Count
 
@@ -58,12 +60,16 @@ class Features:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Producer:
+    """The program that wrote the entry."""
+
     name: str
     version: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntryIdentity:
+    """What the entry is called, what runs it, and how its model was captured."""
+
     name: EntryName
     backend: Annotated[str, one_of("cpu", "cuda")]
     mode: Annotated[str, one_of("full", "piecewise")]
@@ -98,6 +104,8 @@ class WeightTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
+    """`root` is the digest over all tensors, `bytes` the size of those that are no alias."""
+
     root: Digest
     bytes: Count
     tensors: tuple[WeightTensor, ...]
@@ -202,6 +210,8 @@ class Blob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
+    """One entry. `constants` is the blob of the constant regions, None without any."""
+
     format: FormatVersion
     features: Features
     producer: Producer

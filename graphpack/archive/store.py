@@ -16,6 +16,7 @@ from graphpack.archive.finding import archive_root, no_such_entries, open_index,
 from graphpack.archive.limits import check_limits
 from graphpack.archive.lock import CLAIM, locked
 from graphpack.archive.looks import interrupted_save
+from graphpack.archive.ranks import tag_of
 from graphpack.archive.reading import Entry, EntryRef, Header, Reader
 from graphpack.archive.record import Blob, Record
 from graphpack.errors import (
@@ -24,7 +25,6 @@ from graphpack.errors import (
     GraphpackError,
     Problem,
     StorageError,
-    UnsupportedFormatError,
 )
 from graphpack.schema import to_plain
 
@@ -111,8 +111,10 @@ class Archive(Reader):
         self._put(data)
         return EntryRef(record.entry.name, self._put(manifest), len(manifest))
 
-    def commit(self, ref: EntryRef, name: str, may_replace: Callable[[Record], None] | None = None) -> None:
-        """List the entry in `index.json`, in the place of the entry of that name.
+    def commit(
+        self, ref: EntryRef | Sequence[EntryRef], name: str, may_replace: Callable[[Record], None] | None = None
+    ) -> None:
+        """List the entry in `index.json`, in the place of the entry of that name; or at once those of all ranks.
 
         `may_replace` sees the record of an entry that would go, unless it is damaged, and raises what stands against
         it. Raises StorageError, and that; then the archive is as it was before, unless only the sync after the rename
@@ -122,17 +124,20 @@ class Archive(Reader):
             self._make_folders()
             self.sweep()
             index = self.current_index()
-            self._check_complete(ref)
+            refs = [ref] if isinstance(ref, EntryRef) else ref
+            tags = {one: self._complete(one) for one in refs}
+            new = {one.digest: oci.Descriptor(oci.MANIFEST_TYPE, one.digest, one.size, tags[one]) for one in refs}
             old = {
                 position
                 for position, (held, known) in enumerate(zip(index.descriptors, self._names(index), strict=True))
-                if held.digest == ref.digest or known == name
+                if held.digest in new or known == name
             }
-            gone = {index.descriptors[position].digest for position in old} - {ref.digest}
+            gone = {index.descriptors[position].digest for position in old} - new.keys()
             if may_replace is not None:
                 self._ask(may_replace, [index.descriptors[position] for position in old])
-            new = oci.Descriptor(oci.MANIFEST_TYPE, ref.digest, ref.size, name)
-            self._write_index(index.replacing([(old, new)], self._referrers(index, gone)), self._blobs_of(index, gone))
+            # The first stands where the old ones stood, others after all that is there.
+            changes = [(old if number == 0 else (), one) for number, one in enumerate(new.values())]
+            self._write_index(index.replacing(changes, self._referrers(index, gone)), self._blobs_of(index, gone))
 
     def _ask(self, may_replace: Callable[[Record], None], entries: Sequence[oci.Descriptor]) -> None:
         for held in {held.reading: held for held in entries}.values():
@@ -194,13 +199,22 @@ class Archive(Reader):
             return signature.entry.digest if signature is not None else ""
         return ""
 
-    def discard(self) -> None:
-        """Remove what was written since the last commit and no entry uses; after a commit there is nothing to do.
+    def hand_over(self) -> list[str]:
+        """Leave what was written since the last commit to another process of the same save, which will `discard` or has
+        committed it: the digests."""
+        written = list(self._written)
+        self._end()
+        return written
+
+    def discard(self, others: Collection[str] = ()) -> None:
+        """Remove what was written since the last commit and no entry uses, and of the `others` that were handed over;
+        after a commit there is nothing to do.
 
         Never raises for the archive's state or the system's refusals: they would hide why the save failed, and what
         cannot be removed harms nobody.
         """
         self._hold.close()
+        self._written += others
         if self._written or self._made:
             with suppress(OSError, GraphpackError):
                 self._remove_uncommitted()
@@ -276,49 +290,6 @@ class Archive(Reader):
         self._written.clear()
         self._made.clear()
 
-    def _referrers(self, index: oci.Index, manifests: Collection[str]) -> set[int]:
-        """Positions of what says something about these manifests, such as a signature, and of what does about that."""
-        subjects = [
-            found or oci.subject(None, held.tag)
-            for held, found in zip(index.descriptors, index.of_each(self._subject), strict=True)
-        ]
-        about = set(manifests)
-        while True:
-            positions = {position for position, subject in enumerate(subjects) if subject in about}
-            found = {index.descriptors[position].digest for position in positions}
-            if found <= about:
-                return positions
-            about |= found
-
-    def _subject(self, held: oci.Descriptor) -> str | None:
-        with suppress(CorruptArchiveError):
-            return oci.subject(self._listed(held), None)
-        return None
-
-    def _names(self, index: oci.Index) -> list[str | None]:
-        """Of each descriptor the entry's name, None if it is none. Where it cannot be read, its tag is all there is."""
-        names = index.of_each(self._name)
-        return [held.tag if name == "" else name for held, name in zip(index.descriptors, names, strict=True)]
-
-    def _name(self, held: oci.Descriptor) -> str | None:
-        """Empty for what cannot be read."""
-        try:
-            if self._manifest(held) is None:
-                return None
-            return self.read_entry(EntryRef(held.tag, held.digest, held.size)).name
-        except (CorruptArchiveError, UnsupportedFormatError):
-            return ""
-
-    def _blobs_of(self, index: oci.Index, manifests: Collection[str]) -> set[str]:
-        """Manifests that the index lists and the blobs they name; of damaged ones, nothing."""
-        blobs: set[str] = set()
-        for held in index.distinct:
-            if held.digest in manifests:
-                with suppress(CorruptArchiveError):
-                    names, _ = oci.references(self._listed(held), oci.blob_file(held.digest))
-                    blobs |= {held.digest, *names}
-        return blobs
-
     # --- Files
 
     def _put(self, data: bytes) -> str:
@@ -347,14 +318,18 @@ class Archive(Reader):
             return False
         return True
 
-    def _check_complete(self, ref: EntryRef) -> None:
-        """Another save that failed may have removed blobs that this one found in place."""
+    def _complete(self, ref: EntryRef) -> str:
+        """The tag of an entry that is all there: another save that failed may have removed blobs that this one found in
+        place."""
+        changed = f"{self.path} was changed during this save; run it again"
         try:
-            problems = self.check_blobs(self.read_entry(ref).record)
+            entry = self.read_entry(ref)
         except CorruptArchiveError as error:
-            problems = list(error.problems)
+            raise StorageError(changed, error.problems) from error
+        problems = self.check_blobs(entry.record)
         if problems:
-            raise StorageError(f"{self.path} was changed during this save; run it again", problems)
+            raise StorageError(changed, problems)
+        return tag_of(entry.name, entry.part)
 
     def _make_folders(self) -> None:
         """Idempotent: a concurrent first save that failed may have removed them."""

@@ -1,6 +1,7 @@
 """Whether to load an entry: a signature by a trusted key, or else an archive that nobody else can change.
 
-The decision is made from what was read; `trust_settings` says which keys are trusted and what is asked for.
+The decision is made from what was read; `trust_settings` says which keys are trusted and what is asked for. Most
+entries that are loaded have no signature, and then nothing is imported of signatures and keys.
 """
 
 from __future__ import annotations
@@ -8,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
-from graphpack.archive.keys import PublicKey
 from graphpack.archive.reading import Entry, Reader
 from graphpack.archive.record import FormatVersion
-from graphpack.archive.signature import Signed, Statement, time_text
 from graphpack.errors import Problem, UntrustedError
-from graphpack.results import SignatureRow
+
+if TYPE_CHECKING:
+    from graphpack.archive.keys import PublicKey
+    from graphpack.archive.signature import Signed, Statement
+    from graphpack.results.sign import SignatureRow
 
 FINGERPRINT_SHOWN = 16
 
@@ -58,6 +62,8 @@ class Trusted:
 
 
 def signature_row(key: str, statement: Statement) -> SignatureRow:
+    from graphpack.results.sign import SignatureRow
+
     return SignatureRow(key=key, serial=statement.serial, created=statement.created, expires=statement.expires)
 
 
@@ -98,6 +104,8 @@ def decide(
 
 def check_signature(policy: Policy, subject: Subject, signed: Signed, now: datetime) -> list[Problem]:
     """Every reason why this signature does not make the entry one to trust."""
+    from graphpack.archive.signature import time_text
+
     statement, where = signed.statement, signed.where
     shown = signed.key[:FINGERPRINT_SHOWN]
     by_key = [key for key in policy.keys if key.fingerprint == signed.key]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphpack.results import Rung
+from graphpack.results.load import Rung
 
 RUNGS = (
     "archive",

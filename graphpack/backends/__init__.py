@@ -1,17 +1,17 @@
 """Backends: how a decode step becomes an archived graph, and how that graph runs again.
 
 A backend has two halves, found by the name the record carries. The capturing one turns a step into graphs and their
-blobs; the restoring one turns them back into something executable over memory that already holds weights and state.
-Modules are imported when asked for, so that `inspect` pays for none of them.
+blobs, see `backends.capturing`; the restoring one turns them back into something executable over memory that already
+holds weights and state. Modules are imported when asked for, so that `inspect` pays for none of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from graphpack.archive.glance import CUDA_GRAPH_TYPE
 from graphpack.errors import EnvironmentMismatchError, Problem, WeightsMismatchError
@@ -19,15 +19,13 @@ from graphpack.errors import EnvironmentMismatchError, Problem, WeightsMismatchE
 if TYPE_CHECKING:
     import numpy as np
 
-    from graphpack.archive.piecewise import PiecewiseGraph, PiecewiseSettings
-    from graphpack.archive.record import Environment, Graph, Layout, Record, Settings, Weights
+    from graphpack.archive.record import Layout, Record
     from graphpack.backends.spare import Spare
-    from graphpack.graph import Bucket, Chunk, Region
-    from graphpack.identity.environment import CudaDevice, Host
+    from graphpack.graph import Bucket, Region
+    from graphpack.identity.environment import CudaDevice
     from graphpack.identity.weights import Carrier
-    from graphpack.models.registry import ResolvedModel
     from graphpack.models.weights import WeightSource
-    from graphpack.results import LoadRequest, SaveRequest
+    from graphpack.results.load import LoadRequest
 
 BACKENDS = ("cpu", "cuda")
 
@@ -39,8 +37,7 @@ KEEPS = ("host", "disk")
 """Where the weights of a sleeping model are: in memory of the host, or in the checkpoint that they are read from."""
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
+class Room(NamedTuple):
     """What an entry takes of a device while it is awake: `bytes` of memory."""
 
     device: str
@@ -158,7 +155,8 @@ class Session(Protocol):
         """Begin, in threads, what needs no memory of the entry's. What goes wrong there comes with its rung."""
 
     def check_blobs(self, record: Record, blobs: Mapping[str, bytes]) -> None:
-        """Refuse native code that breaks the policy or belongs to another graph, before any of it is loaded."""
+        """Refuse native code that breaks the policy or belongs to another graph, before any of it is loaded. What
+        `rebuild` loads later may be refused by that, likewise before."""
 
     def rebuild(self, record: Record, blobs: Mapping[str, bytes], request: LoadRequest) -> Mapping[Bucket, Executable]:
         """Every graph over the memory that was allocated; all of them or, when it raises, none."""
@@ -175,104 +173,9 @@ class Backend(Protocol):
         """Begin a restore on `cpu`, `cuda` or `cuda:I`. What takes time goes on beside the caller."""
 
 
-UNWRITTEN = "0" * 64
-"""Stands for the digest of a blob that is not in an archive yet."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CapturedGraph:
-    """One bucket's graph as the record will describe it, its blobs still unwritten. `images` are digests of content,
-    keys of the entry's `images`."""
-
-    graph: Graph
-    object: bytes
-    images: tuple[str, ...]
-    golden: bytes
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CapturedPieces:
-    """One piecewise graph as the record will describe it, its blobs still unwritten; `objects` are its pieces'."""
-
-    graph: PiecewiseGraph
-    objects: tuple[bytes, ...]
-    golden: bytes
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CapturedEntry:
-    """All graphs of an entry, smallest bucket first, and what they share; `constants` stand in the layout's order.
-
-    `zeroed` are words of kernel parameters that look like addresses of memory no graph was given, archived as zero.
-    """
-
-    graphs: tuple[CapturedGraph, ...]
-    layout: Layout
-    constants: Mapping[str, bytes]
-    images: Mapping[str, bytes]
-    environment: Environment
-    piecewise: tuple[CapturedPieces, ...] = ()
-    zeroed: tuple[Problem, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
-Captured = Callable[["Bucket | Chunk", int, float], None]
-"""Told of each bucket and each token count that was captured: its nodes and the seconds it took."""
-
-
-class Capturing(Protocol):
-    """The capturing half, made for one save. Its modules import torch when they are used."""
-
-    cpu_isa: str | None
-
-    def host(self) -> Host:
-        """This machine as entries of this backend see it."""
-
-    def environment(self, host: Host) -> Environment:
-        """What an entry captured now will need, as far as that is known before."""
-
-    def capture(
-        self,
-        model: ResolvedModel,
-        source: WeightSource,
-        weights: Weights,
-        settings: Settings,
-        environment: Environment,
-        dtype: str,
-        done: Captured,
-        piecewise: PiecewiseSettings | None = None,
-    ) -> CapturedEntry:
-        """Capture every bucket of `settings`, and every token count of `piecewise`, and compare each graph with the
-        model run eagerly."""
-
-
-def capturing(request: SaveRequest) -> Capturing:
-    """The capturing half of the backend that a request asks for.
-
-    Raises UsageError for options it does not have, EnvironmentMismatchError where it cannot work.
-    """
-    name = request.device.partition(":")[0]
-    _check_name(name)
-    made: Capturing = import_module(f"graphpack.backends.{name}.capturing").make(request)
-    return made
-
-
-def expected(request: SaveRequest) -> tuple[Environment, str | None]:
-    """What an entry captured now for `request` will need, and the instruction set of its code. Imports no torch.
-
-    Raises as `capturing`.
-    """
-    name = request.device.partition(":")[0]
-    _check_name(name)
-    found: tuple[Environment, str | None] = import_module(f"graphpack.backends.{name}.capturing").expected(request)
-    return found
-
-
 def backend(name: str) -> Backend:
     """The restoring half of a backend. Never imports torch."""
-    _check_name(name)
+    check_name(name)
     module: Backend = import_module(f"graphpack.backends.{name}").BACKEND
     return module
 
@@ -287,7 +190,8 @@ def hold(device: str) -> AbstractContextManager[None]:
     return held
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
+    """Raise EnvironmentMismatchError unless there is a backend of this name."""
     if name not in BACKENDS:
         raise EnvironmentMismatchError(
             f"this version of graphpack has no '{name}' backend",

@@ -99,7 +99,7 @@ def generate(
 
     sampling = _sampling(**drawing)
     require_library()
-    from graphpack.results import LoadRequest
+    from graphpack.results.load import LoadRequest
 
     settings = configuration(config)
     found = settings.archive(archive).value
@@ -116,12 +116,15 @@ def generate(
         require_signature=require_signature,
     )
     from graphpack import documents, logs, opening
+    from graphpack.archive.ranks import part_of
     from graphpack.cli.logs import observer
 
     with observer() as watching, opening.begun(request.archive, request.device):
         model = opening.load_only(request, watching)
     with model, logs.about(model.record.entry.name):
-        generated = _generate(model, tokenizer, prompts, max_tokens, sampling, fallback, stream)
+        part = part_of(model.record)
+        told = stream if part is None or part.rank == 0 else None  # all ranks have the same texts
+        generated = _generate(model, tokenizer, prompts, max_tokens, sampling, fallback, told)
     return Answer(documents.of_generate(found, generated), ())
 
 

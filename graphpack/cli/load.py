@@ -73,7 +73,7 @@ def load(
     """
     from contextlib import ExitStack
 
-    from graphpack.results import LoadRequest
+    from graphpack.results.load import LoadRequest
 
     settings = configuration(config)
     found = settings.archive(archive).value

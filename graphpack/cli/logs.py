@@ -18,7 +18,7 @@ import click
 
 from graphpack import documents, logs, progress, report
 from graphpack.errors import GraphpackError
-from graphpack.results import Observer
+from graphpack.results.observer import Observer
 
 LOG_FORMAT = "graphpack.log_format"
 """Where the context of a command keeps the format that was chosen."""

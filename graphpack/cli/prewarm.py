@@ -14,7 +14,7 @@ from graphpack.errors import UsageError
 
 if TYPE_CHECKING:
     from graphpack.documents import Document
-    from graphpack.results import PrewarmedModel
+    from graphpack.results.save import PrewarmedModel
 
 
 @command(

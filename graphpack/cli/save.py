@@ -42,7 +42,7 @@ def save(
     from the environment and the configuration file; see graphpack config.
     """
     from graphpack.configuration.config import save_options
-    from graphpack.results import SaveRequest
+    from graphpack.results.save import SaveRequest
 
     configured = configuration(config)
     target = configured.archive(archive).value

@@ -19,14 +19,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from graphpack.configuration.environment import CONFIG, SILENT, Environment, read_environment
 from graphpack.configuration.keys import ARCHIVE_DIR, MODEL_KEYS, NOTHING, Key, ModelConfig
-from graphpack.configuration.reader import Reader
-from graphpack.configuration.yaml_file import read
 from graphpack.schema import shown
 from graphpack.words import NAME_WORDS, is_entry_name
+
+if TYPE_CHECKING:
+    from graphpack.configuration.reader import Reader
 
 DEFAULT_FILE = Path("graphpack.yaml")
 
@@ -53,7 +54,7 @@ class Config:
 
     def place(self, given: Path | None = None) -> Setting:
         """Where the configuration file is. `given` is the command line's, with which it was found."""
-        return self._first(replace(CONFIG, default=self.file), given, self.environment.config, None)
+        return self._first(CONFIG._replace(default=self.file), given, self.environment.config, None)
 
     def archive(self, given: Path | None = None) -> Setting:
         """Where the archive is. `value` is None if nobody says it."""
@@ -99,6 +100,9 @@ def find_config(given: Path | None = None) -> Config:
 
 def read_config(file: Path) -> Config:
     """What a file says. UsageError names every problem by its dotted key."""
+    from graphpack.configuration.reader import Reader
+    from graphpack.configuration.yaml_file import read
+
     reader = Reader(file.parent)
     value = read(file)
     keys = reader.map({} if value is None else value, "", (ARCHIVE_DIR.name, "models"))

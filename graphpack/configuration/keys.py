@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphpack.split_operations import DEFAULT_SPLIT
 from graphpack.words import (
@@ -26,8 +26,7 @@ from graphpack.words import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(NamedTuple):
     """What values a setting can have. `plain` takes what YAML gives, `text` what the environment gives, and each gives
     None for anything that is no such value; `rule` and `text_rule` say what is one."""
 
@@ -37,8 +36,7 @@ class Kind:
     text: Callable[[str], Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
+class Key(NamedTuple):
     """One setting. `variable` is empty for one that the environment cannot say; `option` is that of `save`, `request`
     the field of its request, empty where there is none."""
 

@@ -5,7 +5,7 @@
 | `device_type`, `machine` | the same | no |
 | `cpu_features` | all of them here; more is fine | no |
 | `symbol_versions` | all of them here; more is fine | no |
-| `torch` | the same version, local part included, built from the same commit; on CUDA recorded, not needed | yes |
+| `torch` | the same version, local part included, and commit; on CUDA where it runs split operations, else none | yes |
 | `cuda.capability` | the same | no |
 | `cuda.sm_count` | the same: kernels are chosen by it, so that waiving it calls for verified outputs | yes |
 | `cuda.driver_cuda` | supports this CUDA version | no |
@@ -45,21 +45,27 @@ def _field(name: str) -> str:
     return name.removeprefix("environment.").removeprefix("cuda.").partition(".")[0]
 
 
-def check_environment(archived: Environment, here: Host, allow: frozenset[str]) -> tuple[list[Problem], list[Problem]]:
-    """The problems that refuse an entry and those that `allow` waives. Raises UsageError for a bad `allow`."""
+def check_environment(
+    archived: Environment, here: Host, allow: frozenset[str], *, runs_torch: bool = False
+) -> tuple[list[Problem], list[Problem]]:
+    """The problems that refuse an entry and those that `allow` waives. On a CPU torch takes part in every entry, on a
+    device in one that `runs_torch` between its graphs. Raises UsageError for a bad `allow`."""
     check_allowed(allow)
     waived = {_field(name) for name in allow}
     refused = _check_machine(archived, here)
-    if archived.cuda is not None:
-        if here.cuda is None:
-            return refused, []  # `_check_machine` has said so
+    if archived.cuda is not None and here.cuda is None:
+        return refused, []  # `_check_machine` has said so
+    waivable: dict[str, list[Problem]] = {}
+    if archived.cuda is not None and here.cuda is not None:
         refused += _check_cuda(archived.cuda, here.cuda)
-        count = _check_sm_count(archived.cuda, here.cuda)
-        return (refused, count) if "sm_count" in waived else (refused + count, [])
-    if here.torch is None:
-        return [*refused, _torch_missing(archived.torch)], []
-    torch = _check_torch(archived.torch, here.torch)
-    return (refused, torch) if "torch" in waived else (refused + torch, [])
+        waivable["sm_count"] = _check_sm_count(archived.cuda, here.cuda)
+    if archived.cuda is None or runs_torch:
+        if here.torch is None:
+            refused.append(_torch_missing(archived.torch))
+        else:
+            waivable["torch"] = _check_torch(archived.torch, here.torch)
+    refused += [problem for field, problems in waivable.items() if field not in waived for problem in problems]
+    return refused, [problem for field, problems in waivable.items() if field in waived for problem in problems]
 
 
 def _check_machine(archived: Environment, here: Host) -> list[Problem]:

@@ -42,7 +42,7 @@ def config_digest(config: Mapping[str, Any]) -> str:
 
 
 def piecewise_digest(settings: Settings, piecewise: PiecewiseSettings) -> str:
-    """What the pieces of an entry were compiled under."""
+    """What the pieces of an entry were compiled under. Pieces of all ranks are alike."""
     return digest_of(Tag.PIECEWISE, {"settings": to_plain(settings), "piecewise": to_plain(piecewise)})
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphpack.errors import Problem, WeightsMismatchError
 from graphpack.models.blocks import ROPE_TYPES, ExpertsConfig, Rope
@@ -22,8 +22,7 @@ _QWEN3_HEAD_DIM = 128
 _DEFAULT_THETA = 10_000.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Family:
+class _Family(NamedTuple):
     """How one architecture differs from the common decoder."""
 
     architecture: str

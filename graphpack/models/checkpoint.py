@@ -9,7 +9,6 @@ import os
 import re
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +232,7 @@ def _select(
     for tied, original in ties.items():
         # Either name may be the stored one: some writers keep the last of two tensors that share memory.
         if original not in stored and tied in stored:
-            stored[original] = replace(stored.pop(tied), name=original)
+            stored[original] = stored.pop(tied)._replace(name=original)
         for name in (tied, original):
             if original in stored and (located is None or name not in located):
                 absent.pop(name, None)

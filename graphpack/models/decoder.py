@@ -238,11 +238,16 @@ class PrefillLM(nn.Module):
             return attended
 
         def route(block: Experts, x: Tensor) -> Tensor:
-            return routed_experts(block, x, slots, state[0].shape[0] - 1)
+            return self.whole(routed_experts(block, x, slots, state[0].shape[0] - 1))
 
         hidden = self.model(token_ids, positions, attend_slots, route)
         logits: Tensor = self.lm_head(hidden.index_select(0, ends))
         return logits
+
+    @staticmethod
+    def whole(routed: Tensor) -> Tensor:
+        """What experts give, once it is that of all of them."""
+        return routed
 
 
 class DecoderStep:

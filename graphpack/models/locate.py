@@ -7,15 +7,16 @@ were saved from, if it is still there. The archive's word never makes code run: 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from graphpack.archive.ranks import ranks_of
 from graphpack.archive.record import Model, Record
-from graphpack.errors import Problem, WeightsMismatchError
+from graphpack.errors import LayoutMismatchError, Problem, WeightsMismatchError
 from graphpack.models.architecture import DecoderConfig
 from graphpack.models.checkpoint import open_checkpoint, read_config
-from graphpack.models.presets import PRESETS
+from graphpack.models.sharding import config_of_rank, indivisible, shard, shards_of
 from graphpack.models.weights import WeightSource
 from graphpack.schema import shown
 
@@ -38,8 +39,25 @@ def locate_weights(record: Record, given: Path | None, configured: Path | None) 
     """Open the weights of an entry, having checked that the model beside them is the archived one.
 
     Raises WeightsMismatchError with every field of the configuration that differs, or if there is nowhere to look;
-    NotFoundError and StorageError as `open_checkpoint`.
+    NotFoundError and StorageError as `open_checkpoint`. Of an entry of several ranks, weights and configuration are
+    those of its rank; LayoutMismatchError if this graphpack divides the model otherwise.
     """
+    ranks = ranks_of(record)
+    found = _locate(record, given, configured)
+    if ranks is None:
+        return found
+    config = found.config
+    problems = indivisible(config, ranks.world_size) if config else []
+    if config is None or dict(ranks.shards) != shards_of(config):
+        problems += [Problem("extensions.ranks.shards", "", "split otherwise here", "save again with this graphpack")]
+    if config is None or problems:
+        found.source.close()
+        raise LayoutMismatchError(f"the ranks of entry '{record.entry.name}' have other parts of the model", problems)
+    source = shard(found.source, ranks.shards, ranks.part)
+    return replace(found, source=source, config=config_of_rank(config, ranks.world_size))
+
+
+def _locate(record: Record, given: Path | None, configured: Path | None) -> Located:
     if not record.weights.tensors:
         return Located(WeightSource.from_arrays({}, {}), None)
     directory = given or configured
@@ -76,6 +94,8 @@ def _open(record: Record, directory: Path) -> tuple[WeightSource, DecoderConfig 
 
 
 def _builtin(model: Model) -> tuple[WeightSource, DecoderConfig]:
+    from graphpack.models.presets import PRESETS
+
     preset = PRESETS.get(model.reference)
     if preset is None:
         problem = Problem("model.reference", shown(model.reference), ", ".join(PRESETS), "pass --weights DIR")

@@ -6,6 +6,7 @@ the batch but those of its own slot. All write into memory they were given or gi
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, library
 from torch.nn import functional
 
+from graphpack.errors import Problem, RankLostError
+from graphpack.models.attention import Rows, attend, kernels
 from graphpack.split_operations import SPLIT_OPERATIONS
 
 
@@ -40,6 +43,12 @@ def slot_attention(
     `keys`, `values`, the state, `[slots, kv_heads, positions, dim]`. With a `window` above 0 a token sees so many
     positions, its own the last. Gives `[tokens, heads * dim]`.
     """
+    if query.is_cuda:
+        rows = Rows(slots.tolist(), positions.tolist(), keys.shape[0] - 1, query.device)
+        result = query.new_empty(len(query), query.shape[1] * query.shape[2])
+        with kernels():
+            attend(query, key, value, keys, values, window, rows, result)
+        return result
     places = (slots[:, None], torch.arange(keys.shape[1], device=keys.device), positions[:, None])
     keys[places] = key
     values[places] = value
@@ -110,19 +119,51 @@ def route_experts(
     `[tokens, experts]`, `slots` int64 `[tokens]`, three lists with a weight of each expert -> `[tokens, width]`.
 
     Tokens of the slot `scratch` are padding and go nowhere: how an expert rounds depends on how many tokens it has."""
-    weights = expert_weights(router_logits, top_k, normalize) * (slots != scratch)[:, None]
+    weights = torch.where((slots != scratch)[:, None], expert_weights(router_logits, top_k, normalize), 0.0)
+    counts = (weights != 0).sum(dim=0).tolist()
     result = torch.zeros_like(hidden)
-    for index, weight in enumerate(weights.unbind(dim=1)):
-        rows = weight.nonzero().flatten()
+    for index, rows in enumerate(torch.split(weights.t().nonzero()[:, 1], counts)):
         if len(rows):
             found = expert(hidden[rows], gates[index], ups[index], downs[index])
-            result.index_add_(0, rows, found * weight[rows, None])
+            result.index_add_(0, rows, found * weights[rows, index, None])
     return result
 
 
 @route_experts.register_fake
 def _(hidden: Tensor, *_others: Any) -> Tensor:
     return torch.empty_like(hidden)
+
+
+BROKEN = threading.Event()
+"""Set before sums over ranks are broken off, since one of the ranks failed or is gone."""
+
+
+def refuse_broken() -> None:
+    """Raise RankLostError once sums are broken off. A device goes on without them, so that what it gives is nothing."""
+    if BROKEN.is_set():
+        problem = Problem("all_reduce", "", "broken off", "see what the rank that is gone printed last")
+        raise RankLostError("the ranks could not add up what they have", [problem])
+
+
+@library.custom_op(SPLIT_OPERATIONS["all_reduce"].qualified, mutates_args=(), schema="(Tensor partial) -> Tensor")
+def all_reduce(partial: Tensor) -> Tensor:
+    """The sum of what all ranks give, the same bits on each: `partial` of any shape -> the same shape.
+
+    Every rank of torch's default process group must come here. Raises RankLostError if one is gone.
+    """
+    total = partial.clone(memory_format=torch.contiguous_format)
+    try:
+        torch.distributed.all_reduce(total)
+    except (RuntimeError, ValueError) as error:  # ValueError: this process is in no group any more
+        raise RankLostError(
+            "the ranks could not add up what they have", [Problem("all_reduce", "", str(error))]
+        ) from error
+    return total
+
+
+@all_reduce.register_fake
+def _(partial: Tensor) -> Tensor:
+    return torch.empty_like(partial, memory_format=torch.contiguous_format)
 
 
 def run(
@@ -138,6 +179,9 @@ def run(
         if name == "slot_attention":
             attended: Tensor = slot_attention(*inputs, *state, *numbers)
             return attended
+        if name == "all_reduce":
+            total: Tensor = all_reduce(*inputs)
+            return total
         each = len(bindings) // 3
         kinds = bindings[:each], bindings[each : 2 * each], bindings[2 * each :]
         routed: Tensor = route_experts(*inputs, *kinds, *numbers)

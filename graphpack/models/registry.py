@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from graphpack.errors import NotFoundError, Problem
+from graphpack.archive.ranks import Part
+from graphpack.errors import CaptureRefusedError, NotFoundError, Problem
 from graphpack.models.architecture import DecoderConfig
 from graphpack.models.checkpoint import hub_revision, open_checkpoint, read_config
 from graphpack.models.presets import PRESETS, Preset
+from graphpack.models.sharding import config_of_rank, indivisible, shard, shards_of
 from graphpack.models.step import StepModel
 from graphpack.models.weights import WeightSource
 from graphpack.suggestion import did_you_mean
@@ -23,8 +25,9 @@ EMBEDDING = "model.embed_tokens.weight"
 
 _FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 _DECODER_SOURCES = tuple(
-    f"graphpack.models.{name}" for name in ("architecture", "blocks", "operations", "experts", "decoder")
+    f"graphpack.models.{name}" for name in ("architecture", "blocks", "attention", "operations", "experts", "decoder")
 )
+_RANKED_SOURCES = ("graphpack.models.sharding", "graphpack.models.ranked")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +37,8 @@ class ResolvedModel:
     `name` is the default entry name and `source` one of `builtin`, `checkpoint`, `factory`. `reference` is what to
     resolve again to come back to it, empty for a checkpoint, which has a `path` instead. `config` holds what
     shapes the graph in canonical plain values; `revision` the commit when the directory is a hub snapshot.
-    `note`, if not empty, says how an ambiguous reference was understood.
+    `note`, if not empty, says how an ambiguous reference was understood. `part` and `shards` are those of one rank, see
+    `for_rank`.
     """
 
     name: str
@@ -49,6 +53,32 @@ class ResolvedModel:
     _open: Callable[[], WeightSource] = field(repr=False)
     _sources: Callable[[], Mapping[str, Path]] = field(repr=False)
     _build: Callable[[WeightSource, str], StepModel] = field(repr=False)
+    _decoder: DecoderConfig | None = field(default=None, repr=False)
+    part: Part | None = None
+    shards: Mapping[str, int] = field(default_factory=dict)
+
+    def for_rank(self, part: Part) -> ResolvedModel:
+        """The part of it that one rank runs, with that rank's weights. `config` stays that of the whole.
+
+        Raises CaptureRefusedError for a model that cannot be divided.
+        """
+        whole = self._decoder
+        if whole is None:
+            hint = "save it in one process, or as a checkpoint of a decoder that graphpack knows"
+            problem = Problem("model.source", "a decoder of graphpack's own", self.source, hint)
+            raise CaptureRefusedError("the model of a factory cannot be divided among ranks", [problem])
+        problems = indivisible(whole, part.world_size)
+        if problems:
+            raise CaptureRefusedError("the model cannot be divided among the ranks", problems)
+        shards = shards_of(whole)
+        return replace(
+            self,
+            part=part,
+            shards=shards,
+            _open=lambda: shard(self._open(), shards, part),
+            _sources=lambda: _module_files((*_DECODER_SOURCES, *_RANKED_SOURCES)),
+            _build=partial(_build_ranked, config_of_rank(whole, part.world_size)),
+        )
 
     def open_weights(self) -> WeightSource:
         """Open the weights; the caller closes them. Raises as `checkpoint.open_checkpoint`."""
@@ -138,6 +168,7 @@ def _checkpoint(path: Path, name: str, note: str) -> ResolvedModel:
         _open=partial(open_checkpoint, path, shapes, ties),
         _sources=_decoder_sources,
         _build=partial(_build_decoder, config),
+        _decoder=config,
     )
 
 
@@ -156,6 +187,7 @@ def _builtin(preset: Preset) -> ResolvedModel:
         _open=preset.open_weights,
         _sources=_decoder_sources,
         _build=partial(_build_decoder, config),
+        _decoder=config,
     )
 
 
@@ -185,11 +217,21 @@ def decoder_code() -> str:
 
 
 def _decoder_sources() -> dict[str, Path]:
+    return _module_files(_DECODER_SOURCES)
+
+
+def _module_files(names: Iterable[str]) -> dict[str, Path]:
     directory = Path(__file__).parent
-    return {name: directory / f"{name.rpartition('.')[2]}.py" for name in _DECODER_SOURCES}
+    return {name: directory / f"{name.rpartition('.')[2]}.py" for name in names}
 
 
 def _build_decoder(config: DecoderConfig, weights: WeightSource, dtype: str) -> StepModel:
     from graphpack.models.decoder import DecoderStep
 
     return DecoderStep(config, weights, dtype)
+
+
+def _build_ranked(config: DecoderConfig, weights: WeightSource, dtype: str) -> StepModel:
+    from graphpack.models.ranked import RankedStep
+
+    return RankedStep(config, weights, dtype)

@@ -8,10 +8,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from graphpack.archive.codec import parse_object
 from graphpack.dtypes import BY_SAFETENSORS_CODE, DTYPES
@@ -25,8 +24,7 @@ _LENGTH_BYTES = 8
 _LFS_POINTER = b"version https://git-lfs"
 
 
-@dataclass(frozen=True, slots=True)
-class HeaderEntry:
+class HeaderEntry(NamedTuple):
     """One tensor of a file; `offset` and `bytes` are in bytes, from the start of the file."""
 
     name: str
@@ -118,8 +116,7 @@ def _check_spans(entries: Iterable[HeaderEntry], data_start: int, file_size: int
         raise ValueError(f"{file_size - end} trailing bytes")
 
 
-@dataclass(frozen=True, slots=True)
-class NewTensor:
+class NewTensor(NamedTuple):
     """A tensor to be written: its bytes come in `chunks`, which is walked once."""
 
     name: str

@@ -11,10 +11,9 @@ import os
 import re
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from graphpack.errors import ClosedError, Problem, StorageError, WeightsMismatchError
 
@@ -25,8 +24,7 @@ if TYPE_CHECKING:
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """Where one tensor is. `file` counts the source's files, `offset` is in bytes from that file's start.
 
     In weights made in memory each tensor is a file of its own.
@@ -41,7 +39,9 @@ class StoredTensor:
 
 
 class Content(Protocol):
-    """The bytes of one file, or of one array in memory."""
+    """The bytes of one file, or of one array in memory. What is `in_place` has an address without being copied."""
+
+    in_place: bool
 
     def read_into(self, offset: int, target: memoryview) -> None: ...
     def view(self) -> memoryview: ...
@@ -53,6 +53,8 @@ class Content(Protocol):
 
 class WeightFile:
     """An open checkpoint file. Links are followed: hub caches are made of them."""
+
+    in_place = True
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -83,6 +85,10 @@ class WeightFile:
 
     def address(self) -> int:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._mapped()))
+
+    def identity(self) -> dict[str, int]:
+        """What tells this file from others, and from what it is once somebody has written to it."""
+        return dict(self._opened)
 
     def changed(self) -> list[Problem]:
         self._require_open()
@@ -125,6 +131,8 @@ class WeightFile:
 class _Array:
     """A dense array in memory."""
 
+    in_place = True
+
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
         import numpy as np
 
@@ -149,6 +157,45 @@ class _Array:
         """Memory goes with its last reference."""
 
 
+class Columns:
+    """Some columns of a matrix that lies in another content: of each of `rows` rows, which are `stride` bytes apart,
+    the `width` bytes from `offset` on. They are read row by row, and only they."""
+
+    in_place = False
+
+    def __init__(self, content: Content, offset: int, rows: int, width: int, stride: int) -> None:
+        self._content = content
+        self._offset, self._rows, self._width, self._stride = offset, rows, width, stride
+        self._copy: bytearray | None = None
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        while target:
+            row, start = divmod(offset, self._width)
+            length = min(self._width - start, len(target))
+            self._content.read_into(self._offset + row * self._stride + start, target[:length])
+            target, offset = target[length:], offset + length
+
+    def view(self) -> memoryview:
+        """A copy, made once."""
+        if self._copy is None:
+            self._copy = bytearray(self._rows * self._width)
+            self.read_into(0, memoryview(self._copy))
+        return memoryview(self._copy)
+
+    def address(self) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.view()))
+
+    def changed(self) -> list[Problem]:
+        """What they are columns of says so."""
+        return []
+
+    def let_go(self) -> None:
+        """Nothing is mapped here."""
+
+    def close(self) -> None:
+        """Memory goes with its last reference, and the file is closed by itself."""
+
+
 class WeightSource:
     """The weights of one model; a context manager.
 
@@ -168,7 +215,7 @@ class WeightSource:
         self.aliases = dict(aliases)
         self.files = tuple(files)
         self.claimed_digests = _claimed_digests(self.files)
-        self._contents = tuple(contents)
+        self.contents = tuple(contents)
 
     @classmethod
     def from_arrays(
@@ -189,31 +236,39 @@ class WeightSource:
 
         Raises WeightsMismatchError if the file has become shorter, StorageError if it cannot be read.
         """
-        self._contents[file].read_into(offset, target)
+        self.contents[file].read_into(offset, target)
 
     def address(self, name: str) -> int:
         """Address of a tensor's bytes in a private writable mapping, good until `close`."""
         tensor = self.tensor(name)
-        return self._contents[tensor.file].address() + tensor.offset
+        return self.contents[tensor.file].address() + tensor.offset
 
     def view(self, name: str) -> memoryview:
         """The bytes at `address`, without a copy; the view keeps them alive."""
         tensor = self.tensor(name)
-        return self._contents[tensor.file].view()[tensor.offset : tensor.offset + tensor.bytes]
+        return self.contents[tensor.file].view()[tensor.offset : tensor.offset + tensor.bytes]
+
+    def in_place(self, name: str) -> bool:
+        """Whether a tensor lies dense in what is mapped, so that `view` copies nothing."""
+        return self.contents[self.tensor(name).file].in_place
+
+    def identities(self) -> list[dict[str, int]]:
+        """What tells the files from others, in their order."""
+        return [content.identity() for content in self.contents if isinstance(content, WeightFile)]
 
     def changed(self) -> list[Problem]:
         """One problem for each file whose identity, size or times are no longer those it was opened with."""
-        return [problem for content in self._contents for problem in content.changed()]
+        return [problem for content in self.contents for problem in content.changed()]
 
     def let_go(self) -> None:
         """Give the memory of mapped files back. Their addresses stay good, and what was written there is lost: the next
         look reads the files again."""
-        for content in self._contents:
+        for content in self.contents:
             content.let_go()
 
     def close(self) -> None:
         """Close the files. Closing twice is fine."""
-        for content in self._contents:
+        for content in self.contents:
             content.close()
 
     def __enter__(self) -> Self:

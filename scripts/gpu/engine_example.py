@@ -106,7 +106,7 @@ def serve(archive: str) -> None:
 
     from graphpack import opening
     from graphpack.graph import Bucket
-    from graphpack.results import LoadRequest
+    from graphpack.results.load import LoadRequest
 
     engine = build().to("cuda", torch.bfloat16)
     memory = torch.zeros(ROWS, HIDDEN, dtype=torch.bfloat16, device="cuda")

@@ -11,7 +11,7 @@ from harness import WORK, Report, child, expect, graphpack, main
 SAVE = """
 import json, sys, graphpack
 from pathlib import Path
-from graphpack.results import SaveRequest
+from graphpack.results.save import SaveRequest
 from graphpack import capture
 class Observer:
     def stage(self, name): print("stage", name, file=sys.stderr)

@@ -15,7 +15,7 @@ from graphpack.archive import files, oci
 from graphpack.archive.collect import collect, remove
 from graphpack.archive.store import Archive
 from graphpack.errors import CorruptArchiveError, NotFoundError, UsageError
-from graphpack.results import Collected
+from graphpack.results.maintain import Collected
 from tests.archive.build import (
     CONTENTS,
     blob_path,

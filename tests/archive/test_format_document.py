@@ -17,6 +17,7 @@ import pytest
 from graphpack.archive import codec, oci
 from graphpack.archive.check import decode_record
 from graphpack.archive.piecewise import Piecewise
+from graphpack.archive.ranks import Ranks
 from graphpack.archive.record import FORMAT_MAJOR, FORMAT_MINOR, Record
 from graphpack.archive.signature import Statement
 from graphpack.identity.agreement import check_agreement
@@ -115,6 +116,11 @@ def test_each_table_of_a_piecewise_entry_is_its_dataclass(name: str) -> None:
 def test_no_table_of_a_piecewise_entry_is_left_over() -> None:
     found = re.findall(r"^#### (\w+)$", section("### Piecewise entries"), re.MULTILINE)
     assert sorted(found) == sorted(PIECEWISE_PARTS)
+
+
+def test_the_table_of_entries_of_ranks_is_its_dataclass() -> None:
+    test_each_table_is_its_dataclass(Ranks)
+    assert re.findall(r"^#### (\w+)$", section("### Entries of several ranks"), re.MULTILINE) == ["Ranks"]
 
 
 def test_the_table_of_split_operations_is_the_list() -> None:

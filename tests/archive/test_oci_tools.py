@@ -6,7 +6,7 @@ from pathlib import Path
 
 from graphpack.archive.store import Archive
 from graphpack.opening import load
-from graphpack.results import LoadRequest
+from graphpack.results.load import LoadRequest
 from tests.archive.build import blob_path, make_archive, make_record, read_index
 from tests.archive.independent_reader import read_archive
 from tests.archive.oci_tools import skopeo

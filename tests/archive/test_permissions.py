@@ -24,7 +24,7 @@ from graphpack.errors import (
     UntrustedError,
     UsageError,
 )
-from graphpack.results import SilentObserver
+from graphpack.results.observer import SilentObserver
 from graphpack.verify import verify
 from tests.archive.build import blob_path, make_archive, make_record
 from tests.archive.signed import digest_of, policy, signed_with, trust

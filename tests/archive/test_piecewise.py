@@ -94,14 +94,10 @@ def test_an_entry_without_the_extension() -> None:
             (E, "present", "entry.mode is full"),
         ),
         (lambda: replace(kept(), extensions={}), (E, "missing", "entry.mode is piecewise")),
-        (
-            lambda: replace(kept(), entry=EntryIdentity(name="x", backend="cuda", mode="piecewise")),
-            ("entry.backend", "cuda", "cpu, where entries are piecewise"),
-        ),
     ],
-    ids=["of a full entry", "missing", "on cuda"],
+    ids=["of a full entry", "missing"],
 )
-def test_mode_and_backend(record: Callable[[], Record], expected: tuple[str, str, str]) -> None:
+def test_mode(record: Callable[[], Record], expected: tuple[str, str, str]) -> None:
     assert problems(record()) == [expected]
 
 

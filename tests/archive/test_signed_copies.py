@@ -13,7 +13,7 @@ from graphpack.archive import keys
 from graphpack.archive.store import Archive
 from graphpack.errors import UntrustedError
 from graphpack.opening import load
-from graphpack.results import LoadRequest
+from graphpack.results.load import LoadRequest
 from graphpack.signing import sign
 from tests.archive.build import blob_path, make_archive, read_index
 from tests.archive.oci_tools import skopeo

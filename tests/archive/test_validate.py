@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from graphpack.archive.validate import RUNGS, Ladder
-from graphpack.results import Rung
+from graphpack.results.load import Rung
 
 
 def test_a_ladder_keeps_how_each_rung_went() -> None:

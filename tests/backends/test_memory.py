@@ -150,7 +150,7 @@ def test_an_object_that_needs_other_things_than_its_record_says_is_refused(edit:
 def test_weights_of_their_own_dtype_are_used_where_the_file_is_mapped(normed: Path) -> None:
     with graphpack.load(normed, weights=normed.parent / "weights") as model:
         memory = cast("CpuMemory", model._memory)
-        (content,) = memory._weights._contents
+        (content,) = memory._weights.contents
         start = content.address()
         assert isinstance(content, WeightFile)
         for name in WEIGHTS:
@@ -163,7 +163,7 @@ def test_weights_of_their_own_dtype_are_used_where_the_file_is_mapped(normed: Pa
 def test_copied_weights_are_elsewhere_and_give_the_same(normed: Path) -> None:
     with graphpack.load(normed, weights=normed.parent / "weights", copy_weights=True) as model:
         memory = cast("CpuMemory", model._memory)
-        content = memory._weights._contents[0]
+        content = memory._weights.contents[0]
         assert isinstance(content, WeightFile)
         for name in WEIGHTS:
             assert not content.address() <= memory.array(name).ctypes.data < content.address() + content.size

@@ -12,7 +12,7 @@ import pytest
 import graphpack
 from graphpack.backends.cpu import capture as cpu_capture
 from graphpack.backends.cpu import compile as cpu_compile
-from graphpack.results import SaveResult
+from graphpack.results.save import SaveResult
 from tests.capture import saved
 from tests.shared_fixtures import decoder, normed, one_thread
 

@@ -78,7 +78,7 @@ def test_stored_bfloat16_is_used_where_the_file_is_mapped(stored: Path) -> None:
     assert (record.model.requested_dtype, record.model.effective_dtype) == ("auto", "bfloat16")
     with graphpack.load(stored, weights=checkpoint_of(stored), verify=True) as model:
         memory = cast("CpuMemory", model._memory)
-        (content,) = memory._weights._contents
+        (content,) = memory._weights.contents
         assert isinstance(content, WeightFile)
         start = content.address()
         weights = [region.name for region in record.layout.regions if region.kind == "weight"]

@@ -208,7 +208,14 @@ def test_a_model_spread_over_processes_is_refused_at_once(tmp_path: Path) -> Non
         "code": 2,
         "kind": "usage",
         "message": "one graph cannot hold a model that is spread over several processes",
-        "problems": [{"where": "WORLD_SIZE", "archived": "1", "here": "2", "hint": "save in one process"}],
+        "problems": [
+            {
+                "where": "WORLD_SIZE",
+                "archived": "1",
+                "here": "2",
+                "hint": "save with --mode piecewise, or in one process",
+            }
+        ],
     }
     assert not (tmp_path / "a").exists()
 

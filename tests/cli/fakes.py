@@ -13,17 +13,10 @@ from graphpack.archive import oci
 from graphpack.archive import record as r
 from graphpack.archive.store import Archive
 from graphpack.graph import Bucket, Region, TensorSpec
-from graphpack.results import (
-    BenchRow,
-    GraphRow,
-    LoadedEntry,
-    LoadRequest,
-    Observer,
-    Rung,
-    SaveRequest,
-    SaveResult,
-    VerifiedBucket,
-)
+from graphpack.results.load import LoadedEntry, LoadRequest, Rung
+from graphpack.results.observer import Observer
+from graphpack.results.replay import BenchRow, VerifiedBucket
+from graphpack.results.save import GraphRow, SaveRequest, SaveResult
 
 A, B, C, D = (digit * 64 for digit in "abcd")
 STEP_INPUT = TensorSpec(name="token_ids", dtype="int64", shape=(1,), minimum=0, maximum=511)

@@ -12,7 +12,7 @@ from graphpack.configuration.config import find_config, save_options
 from graphpack.configuration.environment import TRUST_VARIABLES, read_environment
 from graphpack.configuration.keys import ARCHIVE_DIR, MODEL_KEYS, NOTHING, ModelConfig
 from graphpack.errors import UsageError
-from graphpack.results import SaveRequest
+from graphpack.results.save import SaveRequest
 from graphpack.trust_settings import KEYS_VARIABLE, REQUIRE_VARIABLE
 from tests.cli import fakes
 from tests.cli.conftest import Fake, Run

@@ -13,7 +13,9 @@ from graphpack.archive.keys import read_public_key
 from graphpack.archive.store import Entry
 from graphpack.configuration import yaml_file
 from graphpack.models import checkpoint
-from graphpack.results import LoadRequest, SaveRequest, SilentObserver
+from graphpack.results.load import LoadRequest
+from graphpack.results.observer import SilentObserver
+from graphpack.results.save import SaveRequest
 from tests.cli import fakes
 from tests.cli.conftest import Fake
 

@@ -11,7 +11,7 @@ import pytest
 
 from graphpack import opening
 from graphpack.archive.store import Entry
-from graphpack.results import LoadRequest
+from graphpack.results.load import LoadRequest
 from tests.cli import fakes
 from tests.cli.conftest import Fake, Run
 

@@ -10,7 +10,7 @@ import pytest
 
 from graphpack import EnvironmentMismatchError, Problem, documents, progress, report
 from graphpack.errors import GraphpackError
-from graphpack.results import SaveResult
+from graphpack.results.save import SaveResult
 from tests.cli import fakes
 from tests.cli.conftest import Fake, Run
 

@@ -9,7 +9,7 @@ import pytest
 
 from graphpack import NotFoundError
 from graphpack.cli import cli
-from graphpack.results import SaveRequest
+from graphpack.results.save import SaveRequest
 from tests.cli import fakes
 from tests.cli.conftest import Fake, Run
 

@@ -62,7 +62,7 @@ def mutate_bytes(data: bytes, random: Random) -> bytes:
 def mutate_tree(value: Any, random: Random) -> Any:
     """Change, in place, one to four nodes of plain values; gives the root, which may be another."""
     for _ in range(random.choice((1, 1, 1, 2, 3, 4))):
-        places = list(_places(value))
+        places = _places(value)
         if not places:
             return _scalar(value, random)
         container, key = random.choice(places)
@@ -70,12 +70,17 @@ def mutate_tree(value: Any, random: Random) -> Any:
     return value
 
 
-def _places(value: Any) -> Any:
+def _places(value: Any) -> list[tuple[Any, Any]]:
     """(container, key) of every node but the root."""
-    keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-    for key in list(keys):
-        yield value, key
-        yield from _places(value[key])
+    places: list[tuple[Any, Any]] = []
+    containers = [value]
+    for container in containers:
+        keys = container if type(container) is dict else range(len(container)) if type(container) is list else ()
+        for key in keys:
+            places.append((container, key))
+            if type(container[key]) in (dict, list):
+                containers.append(container[key])
+    return places
 
 
 def _change(container: Any, key: Any, places: list[tuple[Any, Any]], random: Random) -> None:

@@ -227,13 +227,13 @@ TARGETS = {
     for target in (
         Target("msgpack", take_msgpack, mutate.mutate_msgpack, 18),
         Target("json", take_json, mutate.mutate_json, 14),
-        Target("record", take_record, mutate.mutate_record, 5),
+        Target("record", take_record, mutate.mutate_record, 2),
         Target("index", take_index, mutate.mutate_json, 12),
         Target("zstd", take_zstd, mutate.mutate_zstd, 18),
         Target("object", take_object, mutate.mutate_elf, 16),
         Target("columns", take_columns, mutate.mutate_columns, 5),
-        Target("golden", take_golden, mutate.mutate_msgpack, 6),
+        Target("golden", take_golden, mutate.mutate_msgpack, 8),
         Target("checkpoint", take_checkpoint, mutate.mutate_checkpoint, 4),
-        Target("path", take_path, mutate.mutate_bytes, 2),
+        Target("path", take_path, mutate.mutate_bytes, 3),
     )
 }

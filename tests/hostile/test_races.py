@@ -30,7 +30,7 @@ from graphpack.errors import CorruptArchiveError, GraphpackError, WeightsMismatc
 from graphpack.graph import Region, TensorSpec
 from graphpack.identity.weights import hash_weights
 from graphpack.models.weights import StoredTensor, WeightFile, WeightSource
-from graphpack.results import LoadRequest
+from graphpack.results.load import LoadRequest
 from tests.archive.build import read_index, reseal
 from tests.conftest import Count
 from tests.hostile.conftest import GOLDEN

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from graphpack.identity import environment
-from graphpack.identity.environment import CudaSoftware, package_version, read_cuda_software
+from graphpack.identity import cuda_software
+from graphpack.identity.cuda_software import CudaSoftware, package_version, read_cuda_software
 
 VERSION = """from typing import Optional
 
@@ -28,7 +28,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: str, packages
         return packages[name]
 
     (tmp_path / "version.py").write_text(VERSION.format(cuda))
-    monkeypatch.setattr(environment, "_package", lambda name: tmp_path)
+    monkeypatch.setattr(cuda_software, "package_directory", lambda name: tmp_path)
     monkeypatch.setattr(importlib.metadata, "version", version)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from graphpack.archive.record import TorchBuild
-from graphpack.identity import environment
+from graphpack.identity import environment, symbol_versions
 from graphpack.identity.cpu_isa import CPU_ISA, best_isa
 from graphpack.identity.environment import Host, read_host, torch_library_directory
 
@@ -47,7 +47,7 @@ def test_it_reads_what_torch_says_of_itself() -> None:
 
 def test_reading_imports_no_torch_and_loads_no_library() -> None:
     code = (
-        "import sys; from graphpack.identity.environment import read_host\n"
+        "import sys, graphpack.identity.symbol_versions; from graphpack.identity.environment import read_host\n"
         "libraries = lambda: {line.split()[-1] for line in open('/proc/self/maps') if '.so' in line}\n"
         "before = libraries(); host = read_host()\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules and 'ctypes' not in sys.modules\n"
@@ -145,7 +145,8 @@ def system_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
         path = tmp_path / constant
         if text is not None:
             path.write_text(text)
-        monkeypatch.setattr(environment, constant, path)
+        module = environment if hasattr(environment, constant) else symbol_versions
+        monkeypatch.setattr(module, constant, path)
         return path
 
     return replace_file
@@ -212,14 +213,14 @@ def places(
     found = {name: tmp_path / name for name in ("loaded", "variable", "torch/lib", "cached")}
     for path in found.values():
         path.mkdir(parents=True)
-    monkeypatch.setattr(environment, "SYSTEM_LIBRARIES", ("libmade.so.6",))
+    monkeypatch.setattr(symbol_versions, "SYSTEM_LIBRARIES", ("libmade.so.6",))
     loaded = found["loaded"] / "libmade.so.6.0.30"
     line = f"7f00-7f01 r--p 00000000 fe:00 3296 {' ' * 20}{{}}\n"
     system_file("_MAPS", line.format(loaded) + line.format("[heap]") + line.format(f"{loaded}.py"))
     cache = f"libmade.so.6\0{found['cached']}/libmade.so.6\0{found['cached']}/libmade.so.61\0"
     system_file("_LOADER_CACHE", cache)
     monkeypatch.setenv("LD_LIBRARY_PATH", f"::{found['variable']}")
-    monkeypatch.setattr(environment, "_package", lambda name: tmp_path / "torch" if name == "torch" else None)
+    monkeypatch.setattr(environment, "package_directory", lambda name: tmp_path / "torch" if name == "torch" else None)
     return found
 
 
@@ -269,7 +270,7 @@ def test_the_standard_directories_are_searched_without_torch_cache_or_maps(
 ) -> None:
     system_file("_MAPS", None)
     system_file("_LOADER_CACHE", None)
-    monkeypatch.setattr(environment, "_package", lambda name: None)
+    monkeypatch.setattr(environment, "package_directory", lambda name: None)
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     assert any(version.startswith("GLIBC_2.") for version in read_host().symbol_versions)
 

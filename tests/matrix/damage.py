@@ -101,13 +101,18 @@ def exchange(one: Path, other: Path) -> None:
 
 
 @contextmanager
-def in_memory(archive: Path, names: Iterable[str]) -> Iterator[dict[str, bytearray]]:
-    """The bytes of some files, which are read from here instead of from the disk, as long as they keep their sizes."""
+def in_memory(archive: Path, names: Iterable[str], *, copied: bool = True) -> Iterator[dict[str, bytearray]]:
+    """The bytes of some files, which are read from here instead of from the disk, as long as they keep their sizes.
+
+    Readers get copies, or, where none of them comes to keep a part, the array itself.
+    """
     held = {name: bytearray((archive / name).read_bytes()) for name in names}
     read_file = files.read_file
 
-    def read(root: Path, name: str, **options: Any) -> bytes:
-        return bytes(held[name]) if name in held else read_file(root, name, **options)
+    def read(root: Path, name: str, **options: Any) -> bytes | bytearray:
+        if name not in held:
+            return read_file(root, name, **options)
+        return bytes(held[name]) if copied else held[name]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "read_file", read)
@@ -125,14 +130,20 @@ def every_bit(data: bytearray, span: slice = slice(None)) -> Iterator[int]:
 
 
 class ResumedHash:
-    """`hashlib` for data that begin with `start`, which is hashed once."""
+    """`hashlib` for one array of bytes in which only the bytes from `position` on may be turned: what stands before is
+    hashed once, on the way forward."""
 
-    def __init__(self, start: bytes) -> None:
-        self._start = start
-        self._state = hashlib.sha256(start)
+    def __init__(self, data: bytearray) -> None:
+        self._data = data
+        self._position = 0
+        self._state = hashlib.sha256()
 
-    def sha256(self, data: bytes) -> object:
-        assert data.startswith(self._start)
+    def advance(self, position: int) -> None:
+        self._state.update(memoryview(self._data)[self._position : position])
+        self._position = position
+
+    def sha256(self, data: bytes | bytearray) -> object:
+        assert data is self._data
         state = self._state.copy()
-        state.update(memoryview(data)[len(self._start) :])
+        state.update(memoryview(self._data)[self._position :])
         return state

@@ -17,6 +17,7 @@ from tests.matrix import (
     rows_identity,
     rows_machine,
     rows_piecewise,
+    rows_ranks,
     rows_stale,
 )
 from tests.matrix.reading import Answer, answers
@@ -64,6 +65,12 @@ SECTIONS: tuple[tuple[str, str, str, tuple[Row | DirectoryRow, ...]], ...] = (
         "The topology of a piecewise graph is made right again, too, with all that it covers.",
         "piecewise",
         rows_piecewise.ROWS,
+    ),
+    (
+        "Entries of several ranks",
+        "One of two entries is changed, that of rank 0; the other stays as it is.",
+        "ranks",
+        rows_ranks.ROWS,
     ),
     (
         "Documents around the record",

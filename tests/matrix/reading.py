@@ -14,7 +14,7 @@ import yaml
 from graphpack import opening, restore
 from graphpack.errors import GraphpackError
 from graphpack.identity.environment import Host, read_host
-from graphpack.results import LoadedEntry, LoadRequest
+from graphpack.results.load import LoadedEntry, LoadRequest
 from tests.archive.build import identity, read_index, read_record
 from tests.matrix.row import Row
 from tests.matrix.sealing import apply, names_of_files, own_image
@@ -68,7 +68,7 @@ def words(base: Path, archive: Path, new: dict[str, Any]) -> dict[str, Any]:
     settings = {"old_settings": identity(4, old["settings"]), "new_settings": identity(4, new["settings"])}
     at = {region["name"]: index for index, region in enumerate(old["layout"]["regions"])}
     open_ends = {"any": "\0", "rest": "\1"}
-    images = {"own_image": own_image(old)} if old["graphs"][0]["images"] else {}
+    images = {"own_image": own_image(old)} if old["graphs"] and old["graphs"][0]["images"] else {}
     said = {"old": old, "new": new, "archive": archive, "at": at}
     return {**said, **open_ends, **settings, **images, **sizes, **files}
 

@@ -9,7 +9,7 @@ import pytest
 
 from graphpack.errors import GraphpackError, WeightsMismatchError
 from graphpack.models.presets import PRESETS, make_checkpoint
-from graphpack.results import LoadedEntry, LoadRequest
+from graphpack.results.load import LoadedEntry, LoadRequest
 from tests.archive.build import read_record
 from tests.matrix.checkpoint import SINGLE, places
 from tests.matrix.reading import answers, assert_says, outcome

@@ -15,7 +15,7 @@ from graphpack import backends, restore
 from graphpack.archive.record import Record
 from graphpack.backends.cuda.restore import CudaBackend
 from graphpack.errors import GraphpackError
-from graphpack.results import LoadedEntry, LoadRequest
+from graphpack.results.load import LoadedEntry, LoadRequest
 from tests.backends.cuda.kept import ARCHIVES, AnsweringDriver, contents_of, record_of, replayable
 from tests.matrix import rows_columns, rows_cuda, rows_cuda_graphs, rows_files, rows_identity
 from tests.matrix.fields import fields_of

@@ -102,9 +102,11 @@ def test_every_bit_of_an_object(
     name: str, start: int, copy: Path, record: Record, monkeypatch: pytest.MonkeyPatch, count: Count
 ) -> None:
     archive, blob = Archive.open(copy), blob_of(record, name)
-    with in_memory(copy, [name]) as held:
-        monkeypatch.setattr(reading, "hashlib", ResumedHash(bytes(held[name][:start])))
-        for _ in every_bit(held[name], slice(start, start + STEP)):
+    with in_memory(copy, [name], copied=False) as held:
+        resumed = ResumedHash(held[name])
+        monkeypatch.setattr(reading, "hashlib", resumed)
+        for position in every_bit(held[name], slice(start, start + STEP)):
+            resumed.advance(position)
             check_refused(lambda: archive.read_blob(blob), name)
         archive.read_blob(blob)
     count(TURNED, 8 * min(STEP, blob.size - start))
@@ -168,7 +170,7 @@ def test_what_files_may_be_read_by_does_not_matter(mode: int, copy: Path, record
 
 def test_the_same_damage_through_the_whole_of_load(copy: Path) -> None:
     """What the fast readings above find is what `load` says."""
-    from graphpack.results import LoadRequest
+    from graphpack.results.load import LoadRequest
     from tests.matrix.reading import outcome
 
     for name in NAMES:

@@ -16,6 +16,6 @@ def test_the_page_is_up_to_date() -> None:
 
 def test_every_row_is_on_the_page() -> None:
     shown = {(source, row.title) for _, _, source, rows in SECTIONS for row in rows}
-    sources = "record", "checkpoint", "piecewise", "cuda", "stale"
+    sources = "record", "checkpoint", "piecewise", "ranks", "cuda", "stale"
     known = {(source, title) for source in sources for title in answers(source)}
     assert shown == known

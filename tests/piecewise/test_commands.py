@@ -15,7 +15,7 @@ import graphpack
 from graphpack import report
 from graphpack.archive.piecewise import graphs_of
 from graphpack.errors import UsageError
-from graphpack.results import SaveRequest
+from graphpack.results.save import SaveRequest
 from tests.capture.saved import NORMED, ROOT, record_of
 from tests.cli.conftest import Run
 from tests.generate.tokenizers_for_tests import byte_level
@@ -60,11 +60,6 @@ def test_a_model_without_a_prefill_is_refused(tmp_path: Path, refused: Refused) 
     said = refused(9, "save", NORMED, "archive", "--mode", "piecewise")
     assert "the model has no prefill that could be split" in said
     assert not (tmp_path / "archive").exists()
-
-
-def test_pieces_are_not_captured_on_cuda_yet(refused: Refused) -> None:
-    said = refused(2, "save", "tiny-llama", "archive", "--mode", "piecewise", "--device", "cuda")
-    assert "no piecewise entries on cuda" in said
 
 
 @pytest.mark.parametrize("names", [("all_reduce",), (), ("slot_attention", "route_experts")])

@@ -25,7 +25,7 @@ from graphpack.models.operations import slot_attention
 from graphpack.models.presets import PRESETS
 from graphpack.models.weights import WeightSource
 from graphpack.split_operations import DEFAULT_SPLIT
-from graphpack.splitting import Split, split
+from graphpack.splitting import Split, check_inputs, check_read, prefill_of, split
 
 TOKENS, SLOTS, SEQ_LEN, HEADS, DIM = 6, 3, 16, 2, 4
 CHUNK = Chunk(TOKENS, 2, SEQ_LEN)
@@ -264,25 +264,25 @@ def test_two_traces_have_one_topology_and_another_window_has_another() -> None:
 def test_a_weight_that_nothing_reads_is_refused() -> None:
     graph = _traced(_layers("tiny-llama", 2)).graph
     every = frozenset(graph.bindings)
-    pieces._check_bindings(graph, every, {}, {})
+    check_read(graph, every, {}, {})
     with pytest.raises(CaptureRefusedError, match=r"other\.weight"):
-        pieces._check_bindings(graph, every | {"other.weight"}, {}, {})
-    pieces._check_bindings(graph, every | {"tied.weight"}, {"tied.weight": graph.bindings[0]}, {})
+        check_read(graph, every | {"other.weight"}, {}, {})
+    check_read(graph, every | {"tied.weight"}, {"tied.weight": graph.bindings[0]}, {})
 
 
 def test_a_prefill_with_other_inputs_is_refused() -> None:
     step, _ = _step(PRESETS["tiny-llama"].config)
     inputs = step.prefill_inputs(CHUNK, SLOTS)
-    pieces._check_inputs(inputs, CHUNK)
+    check_inputs(inputs, CHUNK)
     with pytest.raises(CaptureRefusedError, match="takes other inputs than prefills take") as caught:
-        pieces._check_inputs((inputs[1], inputs[0], *inputs[2:]), CHUNK)
+        check_inputs((inputs[1], inputs[0], *inputs[2:]), CHUNK)
     assert "positions int64 [6], token_ids int64 [6]" in str(caught.value)
 
 
 def test_a_model_without_a_prefill_is_refused() -> None:
     step: Any = object()
     with pytest.raises(CaptureRefusedError, match="no prefill that could be split") as caught:
-        pieces.prefill_of(step)
+        prefill_of(step)
     assert [problem.where for problem in caught.value.problems] == [
         "object.prefill_module",
         "object.prefill_inputs",

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 import graphpack
-from graphpack.archive.piecewise import Call, graphs_of
+from graphpack.archive.piecewise import Call, graphs_of, last_uses
 from graphpack.backends.cpu.restore import loaded_torch
 from graphpack.backends.cpu.runtime import output_array
-from graphpack.backends.cpu.stitched import StitchedGraph, _last_uses
+from graphpack.backends.cpu.stitched import StitchedGraph
 from graphpack.graph import TensorSpec
 from tests.capture.saved import record_of
 
@@ -41,7 +41,7 @@ def test_a_view_keeps_what_it_is_a_view_of() -> None:
 
 def test_values_end_with_the_last_call_that_takes_them(kept: Path) -> None:
     (graph,) = graphs_of(record_of(kept))
-    ended = _last_uses(graph)
+    ended = last_uses(graph)
     assert len(ended) == len(graph.calls)
     for name in {spec.name for spec in (*graph.inputs, *graph.values)}:
         uses = [index for index, call in enumerate(graph.calls) if name in (*call.inputs, *call.outputs)]
@@ -62,14 +62,14 @@ def test_a_value_that_nobody_takes_ends_where_it_is_made(kept: Path) -> None:
         options={},
     )
     changed = replace(graph, calls=(made, *rest))
-    assert "%unused" in _last_uses(changed)[0]
+    assert "%unused" in last_uses(changed)[0]
 
 
 def test_no_value_is_left_when_its_last_call_is_over(kept: Path) -> None:
     with graphpack.load(kept) as model:
         graph, executable = model._prefill._graphs[8]
         assert isinstance(executable, StitchedGraph)
-        ended = _last_uses(graph)
+        ended = last_uses(graph)
         made: list[weakref.ref[np.ndarray]] = []
         run = executable._run_piece
 

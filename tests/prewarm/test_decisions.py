@@ -28,8 +28,10 @@ from graphpack.configuration.config import Config, read_config
 from graphpack.configuration.environment import Environment
 from graphpack.configuration.keys import ModelConfig
 from graphpack.errors import Problem
-from graphpack.identity.environment import CudaDevice, CudaSoftware, read_host
-from graphpack.results import PrewarmedModel, SaveRequest, SilentObserver
+from graphpack.identity.cuda_software import CudaSoftware
+from graphpack.identity.environment import CudaDevice, read_host
+from graphpack.results.observer import SilentObserver
+from graphpack.results.save import PrewarmedModel, SaveRequest
 from tests.capture.saved import record_of
 from tests.cli import fakes
 from tests.cli.conftest import Outcome, Run, fake, run  # noqa: F401 - fixtures

@@ -11,7 +11,7 @@ import pytest
 from graphpack import InputError, UsageError
 from graphpack.dispatch import FALLBACKS, POLICIES, check_choice, choose, padded
 from graphpack.graph import Bucket, TensorSpec
-from graphpack.results import SaveRequest
+from graphpack.results.save import SaveRequest
 from graphpack.slots import Slots
 
 GRID = [Bucket(batch, seq) for batch in (1, 2, 4) for seq in (64, 128)]

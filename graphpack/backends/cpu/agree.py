@@ -10,7 +10,7 @@ import torch
 from graphpack import golden, lockstep
 from graphpack.archive.piecewise import PiecewiseGraph
 from graphpack.archive.record import Graph
-from graphpack.backends import UNWRITTEN
+from graphpack.backends.capturing import UNWRITTEN
 from graphpack.backends.cpu.capture import CapturedGraph, binding_names
 from graphpack.backends.cpu.memory import CpuMemory
 from graphpack.backends.cpu.pieces import StitchedPieces, agree_pieces
@@ -38,8 +38,9 @@ def agree(
     pieces: Sequence[StitchedPieces],
     source: WeightSource,
     dtype: str,
+    state: tuple[TensorSpec, ...],
 ) -> Agreed:
-    """Each captured graph as the record will describe it, its blobs still unwritten.
+    """Each captured graph over `state` as the record will describe it, its blobs still unwritten.
 
     Raises CaptureRefusedError if an object does not hold exactly the model's tensors or disagrees with eager.
     """
@@ -50,7 +51,7 @@ def agree(
     constants = same_constants([*captured, *pieces])
     specs = {name: spec for name, (spec, _) in constants.items()}
     graphs = [_described(graph, frozenset(graph.constants), source) for graph in captured]
-    regions = expected_regions(graphs, weights, specs, dtype, [one.graph for one in pieces])
+    regions = expected_regions(graphs, weights, specs, dtype, [one.graph for one in pieces], state)
     data = {name: content for name, (_, content) in constants.items()}
     memory = CpuMemory(regions, source, data, copy_weights=False)
     proven = []
@@ -65,7 +66,7 @@ def agree(
             executable.close()
         described = replace(graph, tolerance=result.tolerance, deviation=result.deviation)
         proven.append((described, golden.encode(result.golden)))
-    stitched = agree_pieces(step, pieces, graphs[0].state, memory, dtype) if pieces else []
+    stitched = agree_pieces(step, pieces, state, memory, dtype) if pieces else []
     return Agreed(tuple(proven), tuple(stitched), constants)
 
 

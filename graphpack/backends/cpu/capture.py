@@ -60,7 +60,7 @@ def capture(
     `weights` are the names of all tensors of the checkpoint, tied names included.
     Raises CaptureRefusedError as `trace`, `generate` and `build` do.
     """
-    seq_len = max(bucket.seq_len for bucket in buckets)
+    seq_len = max(settings.seq_lens)
     slots = settings.slots
     state = step.state(slots, seq_len)
     captured: list[CapturedGraph] = []

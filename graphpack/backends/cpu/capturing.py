@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from graphpack.archive.piecewise import PiecewiseSettings
 from graphpack.archive.record import Environment, Settings, Weights
-from graphpack.backends import Captured, CapturedEntry, CapturedGraph, CapturedPieces
+from graphpack.backends.capturing import Captured, CapturedEntry, CapturedGraph, CapturedPieces
 from graphpack.errors import EnvironmentMismatchError, Problem, UsageError
 from graphpack.graph import Bucket
 from graphpack.identity.cpu_isa import CPU_ISA, CpuIsa, best_isa
@@ -15,7 +15,7 @@ from graphpack.identity.layout import make_layout
 from graphpack.models.registry import ResolvedModel
 from graphpack.models.weights import WeightSource
 from graphpack.regions import CAPTURE_VERSION, expected_regions, stored_specs
-from graphpack.results import SaveRequest
+from graphpack.results.save import SaveRequest
 
 
 def make(request: SaveRequest) -> CpuCapturing:
@@ -26,7 +26,7 @@ def make(request: SaveRequest) -> CpuCapturing:
 
 
 def expected(request: SaveRequest) -> tuple[Environment, str | None]:
-    """See `graphpack.backends.expected`."""
+    """See `graphpack.backends.capturing.expected`."""
     made = make(request)
     return made.environment(made.host()), made.cpu_isa
 
@@ -68,30 +68,34 @@ class CpuCapturing:
         from graphpack.backends.cpu.capture import capture
         from graphpack.backends.cpu.compile import symbol_versions
         from graphpack.backends.cpu.pieces import capture_pieces
+        from graphpack.group import together
 
         step = model.build(source, dtype)
-        buckets = [Bucket(batch, seq) for seq in settings.seq_lens for batch in settings.batch_sizes]
+        alone = model.part is None  # else decode steps run in pieces
+        buckets = [Bucket(batch, seq) for seq in settings.seq_lens for batch in settings.batch_sizes if alone]
         names = frozenset({*source.tensors, *source.aliases})
-        pieces = (
-            capture_pieces(
-                step,
-                settings,
-                piecewise,
-                names,
-                source.aliases,
-                self._isa,
-                lambda one: done(one.chunk, sum(piece.nodes for piece in one.graph.pieces), one.seconds),
+        state = step.state(settings.slots, max(settings.seq_lens))
+        with together("compile"):
+            pieces = (
+                capture_pieces(
+                    step,
+                    settings,
+                    piecewise,
+                    names,
+                    source.aliases,
+                    self._isa,
+                    lambda one: done(one.chunk, sum(piece.nodes for piece in one.graph.pieces), one.seconds),
+                )
+                if piecewise
+                else []
             )
-            if piecewise
-            else []
-        )
-        captured = capture(
-            step, buckets, settings, names, self._isa, lambda graph: done(graph.bucket, graph.nodes, graph.seconds)
-        )
-        agreed = agree(step, captured, pieces, source, dtype)
+            captured = capture(
+                step, buckets, settings, names, self._isa, lambda graph: done(graph.bucket, graph.nodes, graph.seconds)
+            )
+        agreed = agree(step, captured, pieces, source, dtype, state)
         specs = {name: spec for name, (spec, _) in agreed.constants.items()}
         graphs, stitched = [graph for graph, _ in agreed.graphs], [graph for graph, _ in agreed.pieces]
-        regions = expected_regions(graphs, stored_specs(weights), specs, dtype, stitched)
+        regions = expected_regions(graphs, stored_specs(weights), specs, dtype, stitched, state)
         codes = [*(found.code for found in captured), *(code for found in pieces for code in found.codes)]
         versions = {version for code in codes for version in symbol_versions(code)}
         return CapturedEntry(

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,39 +151,44 @@ def _depends_on_data(node: torch.fx.Node) -> tuple[str, str]:
 
 
 def _topology(program: ExportedProgram) -> Iterator[str]:
-    """One line a node: operation, arguments by node name, and the dtype, shape and strides of its result.
+    """See `node_lines`; what each input is takes part, too."""
+    inputs = {spec.arg.name: (spec.kind.name, spec.target) for spec in program.graph_signature.input_specs}
+    return node_lines(program.graph, inputs, {node: node.name for node in program.graph.nodes})
+
+
+def node_lines(graph: torch.fx.Graph, inputs: Mapping[str, Any], names: Mapping[torch.fx.Node, Any]) -> Iterator[str]:
+    """One line a node: operation, arguments by `names`, and the dtype, shape and strides of its result.
 
     Weight values, addresses, paths and source lines take no part, so the digest is the same for every builder.
     """
-    inputs = {spec.arg.name: (spec.kind.name, spec.target) for spec in program.graph_signature.input_specs}
-    for node in program.graph.nodes:
+    for node in graph.nodes:
         yield json.dumps(
             [
                 node.op,
                 str(node.target),
                 inputs.get(node.name),
-                _plain(node.args),
-                _plain(node.kwargs),
-                _shape_of(node.meta.get("val")),
+                _plain(node.args, names),
+                _plain(node.kwargs, names),
+                shape_of(node.meta.get("val")),
             ]
         )
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, names: Mapping[torch.fx.Node, Any]) -> Any:
     if isinstance(value, torch.fx.Node):
-        return {"node": value.name}
+        return {"node": names[value]}
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in sorted(value.items())}
+        return {key: _plain(item, names) for key, item in sorted(value.items())}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_plain(item, names) for item in value]
     if isinstance(value, (bool, int, str)) or value is None:
         return value
     return {"value": str(value)}
 
 
-def _shape_of(value: Any) -> Any:
+def shape_of(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return [str(value.dtype), list(value.shape), list(value.stride())]
     if isinstance(value, (list, tuple)):
-        return [_shape_of(item) for item in value]
+        return [shape_of(item) for item in value]
     return None

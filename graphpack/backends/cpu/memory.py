@@ -43,7 +43,11 @@ class CpuMemory:
         states = [region for region in regions if region.kind == "state"]
         held = [region for region in regions if region.kind == "weight"]
         self._owned = [
-            region for region in held if copy_weights or self._weights.tensor(region.name).dtype != region.dtype
+            region
+            for region in held
+            if copy_weights
+            or self._weights.tensor(region.name).dtype != region.dtype
+            or not self._weights.in_place(region.name)
         ]
         owned = {region.name for region in self._owned}
         self._mapped = len(owned) < len(held)

@@ -7,37 +7,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Protocol, cast
-
-import torch
 
 from graphpack import golden, lockstep
-from graphpack.archive.piecewise import Piece, PiecewiseGraph, PiecewiseSettings, prefill_shapes
+from graphpack.archive.piecewise import Piece, PiecewiseGraph, PiecewiseSettings
 from graphpack.archive.record import Settings
-from graphpack.backends import UNWRITTEN
+from graphpack.backends.capturing import UNWRITTEN
 from graphpack.backends.cpu.capture import compiling, constants_of
 from graphpack.backends.cpu.export import TracedStep, trace, trace_examples
 from graphpack.backends.cpu.memory import CpuMemory
 from graphpack.backends.cpu.policy import object_name
 from graphpack.backends.cpu.restore import loaded_torch
 from graphpack.backends.cpu.stitched import StitchedGraph
-from graphpack.errors import CaptureRefusedError, Problem
 from graphpack.graph import Chunk, TensorSpec
 from graphpack.identity.cpu_isa import CpuIsa
 from graphpack.identity.digests import piece_digest, piecewise_digest, stitching_digest
 from graphpack.models.step import StepModel
-from graphpack.splitting import split
+from graphpack.splitting import PrefillModel, check_inputs, check_read, prefill_of, split
 from graphpack.torch_arrays import to_tensor
-
-
-class PrefillModel(Protocol):
-    """What a step model has besides, to be saved piecewise; see `docs/modes.md`."""
-
-    def prefill_module(self) -> torch.nn.Module: ...
-
-    def prefill_inputs(self, chunk: Chunk, slots: int) -> tuple[TensorSpec, ...]: ...
-
-    def prefill_outputs(self, chunk: Chunk) -> tuple[TensorSpec, ...]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,16 +38,6 @@ class StitchedPieces:
 
     def __str__(self) -> str:
         return str(self.chunk)
-
-
-def prefill_of(step: StepModel) -> PrefillModel:
-    """Raises CaptureRefusedError for a model without a prefill."""
-    missing = [name for name in ("prefill_module", "prefill_inputs", "prefill_outputs") if not hasattr(step, name)]
-    if missing:
-        hint = "save with --mode full, or give the step model these methods"
-        problems = [Problem(f"{type(step).__qualname__}.{name}", "", "missing", hint) for name in missing]
-        raise CaptureRefusedError("the model has no prefill that could be split", problems)
-    return cast("PrefillModel", step)
 
 
 def capture_pieces(
@@ -86,7 +62,7 @@ def capture_pieces(
             start = time.perf_counter()
             chunk = Chunk(tokens, min(tokens, max(settings.batch_sizes)), seq_len)
             traced = _trace(prefill, chunk, settings.slots, step.state(settings.slots, seq_len), piecewise, weights)
-            _check_bindings(traced.graph, weights, aliases, traced.constants)
+            check_read(traced.graph, weights, aliases, traced.constants)
             names = (object_name(digest, piece_digest(traced.graph.topology, one.topology)) for one in traced.steps)
             codes = [
                 compiled(piece, f"{tokens}-{number}", name)
@@ -123,7 +99,7 @@ def _trace(
     weights: frozenset[str],
 ) -> _Traced:
     inputs, outputs = prefill.prefill_inputs(chunk, slots), prefill.prefill_outputs(chunk)
-    _check_inputs(inputs, chunk)
+    check_inputs(inputs, chunk)
     whole = trace(prefill.prefill_module(), inputs, state, weights)
     found = split(whole.program, inputs, state, outputs, settings.split_operations)
     distinct: dict[str, TracedStep] = {}
@@ -156,32 +132,6 @@ def _trace(
         steps=tuple(distinct.values()),
         constants=constants_of(whole),
     )
-
-
-def _check_inputs(inputs: Sequence[TensorSpec], chunk: Chunk) -> None:
-    wanted = [(name, "int64", shape) for name, shape in prefill_shapes(chunk.tokens, chunk.rows)]
-    here = [(spec.name, spec.dtype, spec.shape) for spec in inputs]
-    if here != wanted:
-        given, asked = (
-            ", ".join(f"{name} {dtype} {list(shape)}" for name, dtype, shape in one) for one in (here, wanted)
-        )
-        problem = Problem("prefill_inputs", asked, given, "see docs/modes.md")
-        raise CaptureRefusedError("the prefill of the model takes other inputs than prefills take", [problem])
-
-
-def _check_bindings(
-    graph: PiecewiseGraph, weights: frozenset[str], aliases: Mapping[str, str], constants: Mapping[str, object]
-) -> None:
-    """Every tensor of the checkpoint and every constant must be read: what is not would replay stale."""
-    read = {aliases.get(name, name) for name in graph.bindings}
-    wanted = {aliases.get(name, name) for name in weights} | set(constants)
-    problems = [
-        Problem(name, "", "is read by no piece and no split operation", "remove it, or use it")
-        for name in sorted(wanted - read)
-    ]
-    if problems:
-        of = f"the pieces for {graph.token_count} tokens"
-        raise CaptureRefusedError(f"{of} do not hold the model's tensors", problems)
 
 
 def agree_pieces(

@@ -28,7 +28,7 @@ from graphpack.schema import shown
 if TYPE_CHECKING:
     from graphpack.archive.record import Graph, Layout, Record
     from graphpack.models.weights import WeightSource
-    from graphpack.results import LoadRequest
+    from graphpack.results.load import LoadRequest
 
 
 class CpuBackend:

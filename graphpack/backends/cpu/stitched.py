@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from graphpack.archive.piecewise import last_uses
 from graphpack.backends.cpu.memory import CpuMemory
 from graphpack.backends.cpu.runtime import CompiledObject, TorchLibrary, output_array
 from graphpack.errors import CorruptArchiveError, EnvironmentMismatchError, Problem
@@ -31,7 +32,7 @@ class StitchedGraph:
         self._graph = graph
         self._memory = memory
         self._specs = graph.specs()
-        self._last = _last_uses(graph)
+        self._last = last_uses(graph)
         self._bound: dict[str, c_void_p] = {}
         self._objects: list[CompiledObject] = []
         with ExitStack() as undo:
@@ -116,15 +117,3 @@ def _torch() -> tuple[ModuleType, ModuleType]:
         problem = Problem("torch", "", str(error), "pip install the torch build that the entry names")
         raise EnvironmentMismatchError("split operations are run by torch", [problem]) from error
     return operations, torch_arrays
-
-
-def _last_uses(graph: PiecewiseGraph) -> list[tuple[str, ...]]:
-    """For each call the values that no later call takes and nobody is given."""
-    kept = {spec.name for spec in graph.outputs}
-    seen: set[str] = set(kept)
-    ended: list[tuple[str, ...]] = []
-    for call in reversed(graph.calls):
-        mine = [name for name in dict.fromkeys((*call.inputs, *call.outputs)) if name not in seen]
-        seen.update(mine)
-        ended.append(tuple(mine))
-    return ended[::-1]

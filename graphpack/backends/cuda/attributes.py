@@ -6,14 +6,13 @@ the driver to say: capture reads a node freshly added for the same function, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 Value = tuple[int, int, int, int]
 """The first 16 of an attribute's 64 bytes, as little-endian words. No kept attribute is longer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Attribute:
+class Attribute(NamedTuple):
     """`size` is how many bytes of the value the attribute has."""
 
     id: int

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from graphpack.archive.record import Settings
-from graphpack.backends import Captured
+from graphpack.backends.capturing import Captured
 from graphpack.backends.cuda.driver import driver
 from graphpack.backends.cuda.recorder import MemoryRecorder, spec_of
 from graphpack.backends.cuda.watch import Watch, blamed
@@ -70,6 +70,19 @@ class ModuleTensors:
     def names(self) -> frozenset[str]:
         return frozenset(self._placed)
 
+    def region(self, name: str) -> str | None:
+        """The region of a tensor by the name that a module has for it; None for one that is not there."""
+        canonical = self._aliases.get(name, name)
+        return canonical if canonical in self._placed else None
+
+    def tensor(self, region: str) -> torch.Tensor:
+        return self._placed[region]
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """A constant that is no buffer of any module."""
+        self._placed[name] = self._recorder.tensor("constant", spec_of(name, tensor))
+        self._placed[name].copy_(tensor.detach())
+
     def place(self, module: torch.nn.Module) -> None:
         """Move what is not there yet; modules of several buckets share it.
 
@@ -104,22 +117,31 @@ def _same(there: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 def capture(
-    recorder: MemoryRecorder, step: StepModel, settings: Settings, tensors: ModuleTensors, done: Captured
+    recorder: MemoryRecorder,
+    step: StepModel,
+    settings: Settings,
+    tensors: ModuleTensors,
+    done: Captured,
+    stream: torch.cuda.Stream | None = None,
+    *,
+    steps: bool = True,
 ) -> tuple[list[CapturedBucket], dict[str, torch.Tensor]]:
     """Capture every bucket, the largest first so that what does not fit fails early; and the state they share.
+    On `stream`, or one of its own. Without `steps` the state alone is made.
 
     Raises CaptureRefusedError naming the model's source line.
     """
     refuse_modes("cuda")
-    buckets = sorted((Bucket(b, s) for s in settings.seq_lens for b in settings.batch_sizes), reverse=True)
+    sizes = ((b, s) for s in settings.seq_lens for b in settings.batch_sizes) if steps else ()
+    buckets = sorted((Bucket(*size) for size in sizes), reverse=True)
     modules = [step.module_for(bucket) for bucket in buckets]
     for module in modules:
         tensors.place(module)
     specs = step.state(settings.slots, max(settings.seq_lens))
     state = {spec.name: recorder.tensor("state", spec).zero_() for spec in specs}
-    stream = torch.cuda.Stream(recorder.device)  # type: ignore[no-untyped-call]
+    stream = stream or torch.cuda.Stream(recorder.device)  # type: ignore[no-untyped-call]
     captured = []
-    with _compiler(settings.compile, len(buckets)) as compiled:
+    with compiler(settings.compile, len(buckets)) as compiled:
         for bucket, module in zip(buckets, modules, strict=True):
             inputs = step.inputs(bucket, settings.slots)
             found = _capture(
@@ -131,7 +153,7 @@ def capture(
 
 
 @contextmanager
-def _compiler(on: bool, buckets: int) -> Iterator[Callable[[torch.nn.Module], Any]]:
+def compiler(on: bool, buckets: int) -> Iterator[Callable[[torch.nn.Module], Any]]:
     """What makes a module's step: torch.compile, or the module itself."""
     if not on:
         yield lambda module: module
@@ -166,7 +188,7 @@ def _capture(
     arguments = (*given.values(), *state)
     torch.cuda.synchronize(recorder.device)
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with _refusing(), torch.no_grad(), evaluating(module):
+    with refusing(), torch.no_grad(), evaluating(module):
         with recorder.memory(), torch.cuda.stream(stream):
             with Watch():  # type: ignore[no-untyped-call]
                 module(*arguments)
@@ -194,7 +216,7 @@ def _capture(
 
 
 @contextmanager
-def _refusing() -> Iterator[None]:
+def refusing() -> Iterator[None]:
     try:
         yield
     except GraphpackError:

@@ -6,34 +6,27 @@ from dataclasses import replace
 
 from graphpack.archive.piecewise import PiecewiseSettings
 from graphpack.archive.record import CudaEnvironment, Environment, Settings, Weights
-from graphpack.backends import Captured, CapturedEntry
+from graphpack.backends.capturing import Captured, CapturedEntry
 from graphpack.backends.cuda.listener import listener
 from graphpack.errors import EnvironmentMismatchError, Problem, UsageError
-from graphpack.identity.digests import settings_digest
-from graphpack.identity.environment import CudaDevice, CudaSoftware, Host, read_cuda_software, read_host
+from graphpack.identity.cuda_software import CudaSoftware, read_cuda_software
+from graphpack.identity.digests import piecewise_digest, settings_digest
+from graphpack.identity.environment import CudaDevice, Host, read_host
 from graphpack.models.registry import ResolvedModel
 from graphpack.models.weights import WeightSource
-from graphpack.results import SaveRequest
+from graphpack.results.save import SaveRequest
 
 
 def make(request: SaveRequest) -> CudaCapturing:
-    _refuse_piecewise(request)
     return CudaCapturing(_index(request))
 
 
 def expected(request: SaveRequest) -> tuple[Environment, str | None]:
-    """See `graphpack.backends.expected`: what torch would tell, as far as its packages do."""
+    """See `graphpack.backends.capturing.expected`: what torch would tell, as far as its packages do."""
     from graphpack.backends.cuda.device import read_device
 
-    _refuse_piecewise(request)
     device = read_device(_index(request))
     return _environment(read_host(device), device, read_cuda_software()), None
-
-
-def _refuse_piecewise(request: SaveRequest) -> None:
-    if request.mode != "full":
-        problem = Problem("--mode", "full", request.mode, "save with --device cpu, or in full mode")
-        raise UsageError(f"this version captures no {request.mode} entries on cuda", [problem])
 
 
 def _index(request: SaveRequest) -> int:
@@ -101,24 +94,37 @@ class CudaCapturing:
         environment: Environment,
         dtype: str,
         done: Captured,
-        piecewise: PiecewiseSettings | None = None,  # noqa: ARG002 - refused when this was made
+        piecewise: PiecewiseSettings | None = None,
     ) -> CapturedEntry:
+        import torch
+
         from graphpack.backends.cuda.agree import finish, run_eagerly, run_in_float32
         from graphpack.backends.cuda.capture import ModuleTensors, capture
+        from graphpack.backends.cuda.capture_pieces import CapturedChunk, capture_pieces
         from graphpack.backends.cuda.recorder import MemoryRecorder
+        from graphpack.group import together
 
         step = model.build(source, dtype)
         recorder = MemoryRecorder(self._index, f"{weights.root} {settings_digest(settings)}")
         tensors = ModuleTensors(recorder, frozenset(source.tensors), source.aliases)
         try:
-            captured, state = capture(recorder, step, settings, tensors, done)
+            stream = torch.cuda.Stream(recorder.device)  # type: ignore[no-untyped-call]
+            pieces: list[CapturedChunk] = []
+            under = ""
+            with together("compile"):
+                # Ranks run decode steps in pieces.
+                steps = model.part is None
+                captured, state = capture(recorder, step, settings, tensors, done, stream, steps=steps)
+                if piecewise is not None:
+                    pieces = capture_pieces(recorder, step, settings, piecewise, tensors, state, stream, done)
+                    under = piecewise_digest(settings, piecewise)
             eager = run_eagerly(step.state(settings.slots, max(settings.seq_lens)), recorder.device)
             # A factory's model is of the dtype that its author gave it.
             compiled = settings.compile and dtype != "float32" and model.source != "factory"
             precise = run_in_float32(model, source, settings, recorder.device) if compiled else None
-            found = finish(recorder, captured, state, eager, weights, dtype, environment, precise)
+            found = finish(recorder, captured, state, eager, weights, dtype, environment, precise, pieces, under)
             # Graphs and tensors go before the memory they are in.
-            del captured, state
+            del captured, state, pieces
         finally:
             tensors.restore()
             recorder.close()

@@ -191,17 +191,23 @@ class GraphColumns:
 
 def encode(columns: GraphColumns) -> bytes:
     """The content of a blob of type `oci.CUDA_GRAPH_TYPE`. Address words are written as zeros."""
+    return codec.pack(document_of(columns))
+
+
+def document_of(columns: GraphColumns) -> dict[str, object]:
+    """The map that is the content of a blob. Address words are zeros in it."""
     parameters = columns.parameters.copy()
     parameters.view("<u8")[(columns.words["at"] // 8).astype(np.int64)] = 0
-    return codec.pack({**_described(columns), "parameters": parameters.tobytes()})
+    return {**described(columns), "parameters": parameters.tobytes()}
 
 
 def topology(columns: GraphColumns) -> str:
     """SHA-256 over all but the parameters' values, whose padding is whatever the stack held at capture."""
-    return hashlib.sha256(codec.pack(_described(columns))).hexdigest()
+    return hashlib.sha256(codec.pack(described(columns))).hexdigest()
 
 
-def _described(columns: GraphColumns) -> dict[str, object]:
+def described(columns: GraphColumns) -> dict[str, object]:
+    """All but the parameters' values."""
     names = columns.names
     kernels = [
         (
@@ -234,7 +240,11 @@ def decode(
 
     Raises CorruptArchiveError with every item that is wrong.
     """
-    document = (reader or codec.ColumnsReader()).read(data, where, BLOB_LIMIT)
+    return columns_of((reader or codec.ColumnsReader()).read(data, where, BLOB_LIMIT), where, regions)
+
+
+def columns_of(document: Mapping[str, Plain | memoryview], where: str, regions: Sequence[Region]) -> GraphColumns:
+    """As `decode`, of what was read already."""
     problems = _malformed(document)
     if not problems:
         try:

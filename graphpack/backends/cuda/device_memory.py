@@ -240,6 +240,12 @@ class CudaMemory:
         data = (self.addresses[region], False)
         return DeviceArray({"shape": found.shape, "typestr": typestr, "data": data, "strides": None, "version": 3})
 
+    def raw(self, region: str) -> DeviceArray:
+        """The region's own memory, as bytes."""
+        data = (self.addresses[region], False)
+        described = {"shape": (self._regions[region].bytes,), "typestr": "|u1", "data": data, "strides": None}
+        return DeviceArray({**described, "version": 3})
+
     def staging(self, size: int) -> HostBuffer:
         """One buffer for the inputs and outputs of all graphs, of which one runs at a time."""
         if self._staging is None or len(self._staging) < size:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +28,54 @@ class _Slot:
     place: int
 
 
+class Exchange:
+    """The inputs and outputs of one graph, on their way between the host and their regions, `prefix` and their name."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        memory: CudaMemory,
+        prefix: object,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
+    ) -> None:
+        self._driver, self._memory = driver, memory
+        self._size = 0
+        self._inputs = [self._slot(prefix, spec) for spec in inputs]
+        self._outputs = [self._slot(prefix, spec) for spec in outputs]
+
+    def _slot(self, prefix: object, spec: TensorSpec) -> _Slot:
+        slot = _Slot(spec, self._memory.addresses[own_region(prefix, spec.name)], self._size)
+        self._size += -(-spec.bytes // _ALIGNMENT) * _ALIGNMENT
+        return slot
+
+    def send(self, inputs: Mapping[str, np.ndarray]) -> None:
+        """Put copies on the memory's stream."""
+        staging = self._memory.staging(self._size)
+        for slot in self._inputs:
+            value, size = inputs[slot.spec.name], slot.spec.bytes
+            if size:
+                staging.part(slot.place, size)[:] = value.reshape(-1).view(np.uint8)
+                self._driver.copy_to_device_async(slot.address, staging.address + slot.place, size, self._memory.stream)
+
+    def prepare(self) -> None:
+        """Have the room on the host through which inputs and outputs go."""
+        self._memory.staging(self._size)
+
+    def receive(self) -> dict[str, np.ndarray]:
+        """Wait for everything on the stream, and for the outputs, which the next run overwrites."""
+        staging, stream = self._memory.staging(self._size), self._memory.stream
+        for slot in self._outputs:
+            self._driver.copy_to_host_async(staging.address + slot.place, slot.address, slot.spec.bytes, stream)
+        self._driver.synchronize_stream(stream)
+        return {
+            slot.spec.name: staging.part(slot.place, slot.spec.bytes)
+            .view(DTYPES[slot.spec.dtype].numpy)
+            .reshape(slot.spec.shape)
+            for slot in self._outputs
+        }
+
+
 class CudaGraph:
     """See `graphpack.backends.Executable`. Built when `prepare` is called, or on first use."""
 
@@ -43,14 +91,7 @@ class CudaGraph:
         self._driver, self._context, self._columns = driver, context, columns
         self._functions, self._memory = functions, memory
         self._graph = self._executable = 0
-        self._size = 0
-        self._inputs = [self._slot(graph, spec) for spec in graph.inputs]
-        self._outputs = [self._slot(graph, spec) for spec in graph.outputs]
-
-    def _slot(self, graph: Graph, spec: TensorSpec) -> _Slot:
-        slot = _Slot(spec, self._memory.addresses[own_region(graph.bucket, spec.name)], self._size)
-        self._size += -(-spec.bytes // _ALIGNMENT) * _ALIGNMENT
-        return slot
+        self._exchange = Exchange(driver, memory, graph.bucket, graph.inputs, graph.outputs)
 
     def prepare(self) -> None:
         """Build and instantiate, unless that was done."""
@@ -62,7 +103,7 @@ class CudaGraph:
     def prepare_step(self) -> None:
         """Have all that a first step needs."""
         self.prepare()
-        self._memory.staging(self._size)
+        self._exchange.prepare()
 
     def launch(self) -> None:
         """Put one launch on the memory's stream, and do not wait for it."""
@@ -74,24 +115,10 @@ class CudaGraph:
 
         Raises CudaError for a fault on the device, after which its context is lost to the whole process.
         """
-        driver, stream = self._driver, self._memory.stream
-        driver.set_context(self._context)
-        staging = self._memory.staging(self._size)
-        for slot in self._inputs:
-            value, size = inputs[slot.spec.name], slot.spec.bytes
-            if size:
-                staging.part(slot.place, size)[:] = value.reshape(-1).view(np.uint8)
-                driver.copy_to_device_async(slot.address, staging.address + slot.place, size, stream)
+        self._driver.set_context(self._context)
+        self._exchange.send(inputs)
         self.launch()
-        for slot in self._outputs:
-            driver.copy_to_host_async(staging.address + slot.place, slot.address, slot.spec.bytes, stream)
-        driver.synchronize_stream(stream)
-        return {
-            slot.spec.name: staging.part(slot.place, slot.spec.bytes)
-            .view(DTYPES[slot.spec.dtype].numpy)
-            .reshape(slot.spec.shape)
-            for slot in self._outputs
-        }
+        return self._exchange.receive()
 
     def close(self) -> None:
         """Closing twice is fine."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from graphpack.backends.cuda.driver import Driver
 from graphpack.backends.cuda.host import HostBuffer, HostPages
@@ -18,8 +18,7 @@ GAP = 64 << 10
 _ALIGNMENT = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """`size` bytes at a device address, which are at `place` of the buffer."""
 
     address: int

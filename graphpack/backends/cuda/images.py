@@ -96,20 +96,23 @@ class Images:
         self.functions: dict[Identity, int] = {}
         self._driver, self._device = driver, device
         self._context = context
+        self._needs: dict[Identity, KernelNeed] = {}
         # The driver reads images where they are, for as long as they are loaded.
-        self._loaded: list[tuple[int, bytes]] = []
+        self._loaded: dict[str, tuple[int, bytes]] = {}
 
     def load(
         self, contents: Mapping[str, bytes], needs: Mapping[Identity, KernelNeed], files: Mapping[str, str]
     ) -> None:
         """Load images, by digest, and set up the kernels that are needed of them. `files` are their names in errors.
+        Kernels may be needed more of later: what is loaded already is not loaded again.
 
         Raises CorruptArchiveError for an image that the driver refuses, and for kernels that are missing or not as the
         graphs need them.
         """
         wanted: dict[str, dict[str, KernelNeed]] = {}
         for (digest, name), need in needs.items():
-            wanted.setdefault(digest, {})[name] = need
+            if self._needs.get((digest, name)) != need:
+                wanted.setdefault(digest, {})[name] = need
         # The largest first: one image has most of the bytes.
         order = sorted(wanted, key=lambda digest: -len(contents[digest]))
         with ThreadPoolExecutor(_THREADS, "graphpack-images") as pool:
@@ -123,13 +126,14 @@ class Images:
     def _load(self, data: bytes, digest: str, needs: Mapping[str, KernelNeed], where: str) -> list[Problem]:
         driver = self._driver
         driver.set_context(self._context)
-        try:
-            library = driver.load_library(_address(data))
-        except CudaError as error:
-            if error.status not in _REFUSED_BY_DRIVER:
-                raise
-            return [Problem(where, "", f"the driver refuses it: {error.name}")]
-        self._loaded.append((library, data))
+        if digest not in self._loaded:
+            try:
+                self._loaded[digest] = (driver.load_library(_address(data)), data)
+            except CudaError as error:
+                if error.status not in _REFUSED_BY_DRIVER:
+                    raise
+                return [Problem(where, "", f"the driver refuses it: {error.name}")]
+        library, _ = self._loaded[digest]
         problems = []
         for name, need in needs.items():
             try:
@@ -140,7 +144,7 @@ class Images:
                 problems.append(Problem(where, f"kernel {shown(name)}", "not in the image"))
                 continue
             problems += [Problem(where, shown(name), here) for here in self._set_up(function, need)]
-            self.functions[digest, name] = function
+            self.functions[digest, name], self._needs[digest, name] = function, need
         return problems
 
     def _set_up(self, function: int, need: KernelNeed) -> list[str]:
@@ -171,7 +175,7 @@ class Images:
     def close(self) -> None:
         """Unload everything; no graph may use it any more. Closing twice is fine."""
         while self._loaded:
-            library, _ = self._loaded.pop()
+            _, (library, _) = self._loaded.popitem()
             self._driver.unload_library(library)
         self.functions.clear()
 

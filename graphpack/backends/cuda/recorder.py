@@ -5,7 +5,7 @@ The command line's save is the first user; an engine that captures its own graph
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -148,14 +148,20 @@ class MemoryRecorder:
         with self._on_device():
             self._contents = {region.name: self._read(region) for region in held}
 
-    def encode(self, graphs: Mapping[str, int]) -> EncodedGraphs:
-        """The CUgraphs, by name, as columns. Raises CaptureRefusedError for all that cannot be archived."""
+    def encode(self, graphs: Mapping[str, int], named: Mapping[str, Set[str]] | None = None) -> EncodedGraphs:
+        """The CUgraphs, by name, as columns. A graph in `named` was given no other named regions than these: what
+        points at others is left over from what ran before.
+
+        Raises CaptureRefusedError for all that cannot be archived.
+        """
         if self._live is None:
             raise CaptureRefusedError("nothing was settled", [Problem("settle", "", "call it after the last capture")])
         with self._on_device():
-            return self._encode(graphs, self._live)
+            return self._encode(graphs, self._live, named or {})
 
-    def _encode(self, graphs: Mapping[str, int], live: Sequence[Region]) -> EncodedGraphs:
+    def _encode(
+        self, graphs: Mapping[str, int], live: Sequence[Region], named: Mapping[str, Set[str]]
+    ) -> EncodedGraphs:
         walker = Walker(self._driver, self._listener.table())
         try:
             walked = {name: walker.walk(graph, name) for name, graph in graphs.items()}
@@ -163,14 +169,14 @@ class MemoryRecorder:
             walker.close()
         walked, notes = trimmed(walked)
         regions = self._regions(live)
-        arena = RegionMap(self.space.base, self.space.bytes, regions)
         limits = limits_of(walked.values())
         encoded = {
-            name: encode_graph(graph, limits, arena, self._driver.pointer_range, name) for name, graph in walked.items()
+            name: encode_graph(graph, limits, self._map(regions, named.get(name)), self._driver.pointer_range, name)
+            for name, graph in walked.items()
         }
         columns = {name: found for name, (found, _) in encoded.items()}
         used = reached(regions, (region for graph in columns.values() for region in graph.names.regions))
-        kept = tuple(region for region in regions if region.kind not in ("constant", "scratch") or region.name in used)
+        kept = tuple(region for region in regions if self._is_kept(region, used))
         return EncodedGraphs(
             columns=columns,
             images={digest: data for graph in walked.values() for digest, data in graph.images()},
@@ -180,6 +186,17 @@ class MemoryRecorder:
             zeroed=tuple(problem for _, problems in encoded.values() for problem in problems),
             notes=notes,
         )
+
+    def _map(self, regions: Sequence[Region], named: Set[str] | None) -> RegionMap:
+        found = (
+            region for region in regions if named is None or region.name in named or region.name not in self._named
+        )
+        return RegionMap(self.space.base, self.space.bytes, tuple(found))
+
+    def _is_kept(self, region: Region, used: Set[str]) -> bool:
+        """Constants, and scratch that nobody named, are in an entry for those who reach them."""
+        named = region.name in self._named and region.kind == "scratch"
+        return named or region.kind not in ("constant", "scratch") or region.name in used
 
     def layout(self, regions: Sequence[Region], *, relocatable: bool) -> Layout:
         return make_layout(

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from graphpack.archive.oci import blob_file
-from graphpack.archive.record import Layout, Record
-from graphpack.backends import Executable, Room
-from graphpack.backends.cuda.columns import GraphColumns
+from graphpack.archive.piecewise import graphs_of
+from graphpack.archive.record import Graph, Layout, Record
+from graphpack.backends import Room
 from graphpack.backends.cuda.device_memory import CudaMemory, own_region
 from graphpack.backends.cuda.driver import Driver, driver
 from graphpack.backends.cuda.executable import CudaGraph
-from graphpack.backends.cuda.graphs_check import CheckedGraphs, check_graphs
+from graphpack.backends.cuda.graphs_check import CheckedGraphs, GraphChecks
 from graphpack.backends.cuda.heap import HeapPages
 from graphpack.backends.cuda.host import HostBuffer, HostPages
-from graphpack.backends.cuda.images import Images, needs_of
+from graphpack.backends.cuda.images import Identity, Images, needs_of
+from graphpack.backends.cuda.pieces_check import check_captured_under, check_placed
 from graphpack.backends.cuda.placement import place, spans
 from graphpack.backends.cuda.relay import relay_buffers
 from graphpack.backends.cuda.session import DeviceSession
+from graphpack.backends.cuda.stitched import StitchedGraph
 from graphpack.backends.cuda.upload import upload_buffers
 from graphpack.errors import Problem
 from graphpack.graph import Bucket, Region
@@ -29,7 +31,7 @@ from graphpack.identity.environment import CudaDevice
 
 if TYPE_CHECKING:
     from graphpack.models.weights import WeightSource
-    from graphpack.results import LoadRequest
+    from graphpack.results.load import LoadRequest
 
 GRANULARITY = 2 << 20
 """What device memory is mapped in."""
@@ -55,12 +57,11 @@ class CudaSession:
 
     def __init__(self, ordinal: int, load: Callable[[], Driver]) -> None:
         self._device = DeviceSession(ordinal, load)
-        self._checking: Future[CheckedGraphs] | None = None
+        self._checks: GraphChecks | None = None
         self._buffer: Future[HostBuffer] | None = None
         self._heap: HeapPages | None = None
-        self._columns: dict[Bucket, GraphColumns] = {}
-        self._contents: dict[str, bytes] = {}
-        self._files: dict[str, str] = {}
+        self._functions: dict[Identity, int] = {}
+        self._lazy = False
         self._memory: CudaMemory | None = None
         self._undo = ExitStack()
         self._undo.callback(self._device.close)
@@ -100,7 +101,7 @@ class CudaSession:
         )
         return (*placed, *(region for region in layout.regions if region.kind == "scratch"))
 
-    def check_settings(self, record: Record, blobs: Mapping[str, bytes]) -> list[Problem]:  # noqa: ARG002
+    def check_settings(self, record: Record, blobs: Mapping[str, bytes]) -> list[Problem]:
         problems = []
         if record.settings.cpu_isa is not None:
             problems.append(Problem("settings.cpu_isa", record.settings.cpu_isa, "none on a cuda device", "save again"))
@@ -112,22 +113,17 @@ class CudaSession:
                     for name in (own_region(graph.bucket, spec.name) for spec in specs)
                     if regions.get(name) != kind
                 ]
-        return problems
+        return problems + check_placed(record) + check_captured_under(record, blobs)
 
     def prepare(self, record: Record, blobs: Mapping[str, bytes]) -> None:
         """Decode and check graphs and images in a thread."""
-        pool = ThreadPoolExecutor(1, "graphpack-check")
-        self._checking = pool.submit(check_graphs, record, blobs)
-        pool.shutdown(wait=False)
+        self._checks = GraphChecks(record, blobs)
 
-    def check_blobs(self, record: Record, blobs: Mapping[str, bytes]) -> None:  # noqa: ARG002 - prepare has had the record
-        """Wait until everything has been checked. Raises CorruptArchiveError."""
-        if self._checking is None:
+    def check_blobs(self, record: Record, blobs: Mapping[str, bytes]) -> None:  # noqa: ARG002 - prepare has had them
+        """Wait until the smallest graph has been checked; `rebuild` does for the others. Raises CorruptArchiveError."""
+        if self._checks is None:
             raise RuntimeError("blobs are checked where they were prepared: prepare comes first")
-        checked = self._checking.result()
-        self._columns = checked.columns
-        self._contents = {digest: blobs[blob] for digest, blob in checked.images.items()}
-        self._files = {digest: blob_file(blob) for digest, blob in checked.images.items()}
+        self._checks.smallest()
 
     def room(self, layout: Layout, request: LoadRequest) -> Room:
         placement = place(layout, request.bind, scatter=request.scatter)
@@ -154,42 +150,65 @@ class CudaSession:
         self._memory = memory
         return memory
 
-    def rebuild(
-        self,
-        record: Record,
-        blobs: Mapping[str, bytes],  # noqa: ARG002 - checking has decoded them
-        request: LoadRequest,
-    ) -> dict[Bucket, CudaGraph]:
-        """Load the images and build the graphs: the smallest bucket's in any case, while weights travel."""
-        device, memory = self._device, self._memory
-        if memory is None:
-            raise RuntimeError("graphs need memory: allocate comes first")
+    def rebuild(self, record: Record, blobs: Mapping[str, bytes], request: LoadRequest) -> dict[Bucket, CudaGraph]:
+        """Load the images and build the graphs: the smallest bucket's in any case, while weights travel and other
+        graphs are checked. Raises CorruptArchiveError for these, with nothing built."""
+        device, memory, checks = self._device, *self._ready()
         images = Images(device.driver, device.device, device.context)
         self._undo.callback(images.close)
-        images.load(self._contents, needs_of(self._columns.values()), self._files)
-        device.driver.set_context(device.context)
-        heap, self._heap = self._heap, None
-        if heap is not None:
-            heap.release()
+        self._lazy, self._functions = request.lazy_graphs, images.functions
         graphs: dict[Bucket, CudaGraph] = {}
+
+        def load(checked: CheckedGraphs) -> None:
+            contents = {digest: blobs[blob] for digest, blob in checked.images.items()}
+            files = {digest: blob_file(blob) for digest, blob in checked.images.items()}
+            images.load(contents, needs_of(checked.every()), files)
+            device.driver.set_context(device.context)
+
+        def add(graph: Graph, checked: CheckedGraphs) -> CudaGraph:
+            columns = checked.columns[graph.bucket]
+            built = CudaGraph(device.driver, device.context, graph, columns, images.functions, memory)
+            undo.callback(built.close)
+            graphs[graph.bucket] = built
+            return built
+
+        ordered = sorted(record.graphs, key=lambda graph: graph.bucket)
+        heap, self._heap = self._heap, None
         with ExitStack() as undo:
-            for graph in sorted(record.graphs, key=lambda graph: graph.bucket):
-                columns = self._columns[graph.bucket]
-                built = CudaGraph(device.driver, device.context, graph, columns, images.functions, memory)
-                undo.callback(built.close)
-                if not graphs:
-                    built.prepare_step()
-                elif not request.lazy_graphs:
+            load(checks.smallest())
+            if heap is not None:
+                heap.release()
+            if ordered:
+                add(ordered[0], checks.smallest()).prepare_step()
+            load(checks.every())
+            for graph in ordered[1:]:
+                built = add(graph, checks.every())
+                if not request.lazy_graphs:
                     built.prepare()
-                graphs[graph.bucket] = built
             undo.pop_all()
         if heap is not None:
             heap.close()
         return graphs
 
-    def rebuild_pieces(self, record: Record, blobs: Mapping[str, bytes]) -> dict[int, Executable]:  # noqa: ARG002
-        """No record of this device has piecewise graphs: `archive.piecewise` refuses one."""
-        return {}
+    def rebuild_pieces(self, record: Record, blobs: Mapping[str, bytes]) -> dict[int, StitchedGraph]:  # noqa: ARG002
+        """Likewise the graphs of pieces, a graph a call; `rebuild` has loaded their images."""
+        device, memory, checks = self._device, *self._ready()
+        graphs: dict[int, StitchedGraph] = {}
+        with ExitStack() as undo:
+            for graph in graphs_of(record):
+                pieces = checks.every().pieces[graph.token_count]
+                built = StitchedGraph(device.driver, device.context, record, graph, pieces, self._functions, memory)
+                undo.callback(built.close)
+                if not self._lazy:
+                    built.prepare()
+                graphs[graph.token_count] = built
+            undo.pop_all()
+        return graphs
+
+    def _ready(self) -> tuple[CudaMemory, GraphChecks]:
+        if self._memory is None or self._checks is None:
+            raise RuntimeError("graphs need memory and columns: prepare and allocate come first")
+        return self._memory, self._checks
 
     def close(self) -> None:
         """Closing twice is fine."""

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from graphpack.backends.cuda.driver import Driver
 from graphpack.backends.cuda.host import HostBuffer, HostPages
@@ -37,8 +37,7 @@ _PIECES_A_THREAD = 10
 """Less work is not worth a thread and its buffers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """`size` bytes at `offset` of a file, a whole tensor as it is stored, go to a device address."""
 
     file: int
@@ -48,8 +47,7 @@ class Copy:
     tensor: str
 
 
-@dataclass(frozen=True, slots=True)
-class Conversion:
+class Conversion(NamedTuple):
     """A stored tensor that the graphs want in another dtype."""
 
     name: str
@@ -60,6 +58,8 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """Everything that goes from a checkpoint to a device."""
+
     copies: tuple[Copy, ...]
     conversions: tuple[Conversion, ...]
 

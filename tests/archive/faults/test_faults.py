@@ -119,9 +119,10 @@ def test_what_is_broken_is_noticed(what: str) -> None:
         "from functools import partial\n"
         "from types import SimpleNamespace\n"
         "from graphpack.archive import collect, files, finding, store\n"
-        "from tests.archive.faults import errors, kills, losses, races\n"
+        "from tests.archive.faults import disturbed, errors, kills, losses, races\n"
         "from tests.archive.faults.disturbed import run\n"
         "from tests.archive.faults.scenarios import SCENARIOS\n"
+        "disturbed.ENOUGH = 1\n"
         f"{breaking}\n"
         f"run({'races.SAVE' if scenario == 'races' else f'SCENARIOS[{scenario!r}]'}, {disturbance})\n"
     )

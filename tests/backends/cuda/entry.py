@@ -24,7 +24,7 @@ from graphpack.graph import Bucket, Region
 from graphpack.identity.layout import make_layout
 from graphpack.models.locate import locate_weights
 from graphpack.regions import CAPTURE_VERSION, expected_regions, unpack_constants
-from graphpack.results import LoadRequest
+from graphpack.results.load import LoadRequest
 from tests.backends.cuda.fake_driver import ADD, FakeDriver, digest, image
 
 CPU_ARCHIVE = Path(__file__).parents[2] / "archives" / "cpu-1.0"
@@ -97,8 +97,8 @@ def make_cuda_archive(path: Path) -> Record:
     content = {blob.digest: source.read_blob(blob) for blob in old.blobs}
     constant_regions = [region for region in old.layout.regions if region.kind == "constant"]
     constants = unpack_constants(content[old.constants] if old.constants else b"", constant_regions) or {}
-    specs = {region.name: _spec(region) for region in constant_regions}
-    stored = {tensor.name: _stored(tensor) for tensor in old.weights.tensors}
+    specs = {region.name: spec_of(region) for region in constant_regions}
+    stored = {tensor.name: stored_of(tensor) for tensor in old.weights.tensors}
     regions = placed(expected_regions(old.graphs, stored, specs, old.model.effective_dtype))
     end = regions[-1].offset + regions[-1].bytes
     layout = make_layout(
@@ -185,9 +185,9 @@ def record_goldens(
     return found
 
 
-def _spec(region: Region) -> Any:
+def spec_of(region: Region) -> Any:
     return replace(_bytes(region.name, 0), dtype=region.dtype, shape=region.shape)
 
 
-def _stored(tensor: Any) -> Any:
+def stored_of(tensor: Any) -> Any:
     return replace(_bytes(tensor.name, 0), dtype=tensor.dtype, shape=tensor.shape)

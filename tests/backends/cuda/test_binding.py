@@ -15,7 +15,7 @@ from graphpack.backends.cuda.restore import CudaBackend
 from graphpack.errors import LayoutMismatchError, Problem
 from graphpack.graph import Region
 from graphpack.identity.layout import make_layout
-from graphpack.results import LoadRequest
+from graphpack.results.load import LoadRequest
 from tests.archive.build import read_record
 from tests.backends.cuda.fake_driver import FakeDriver
 from tests.backends.cuda.kept import ARCHIVES, record_of

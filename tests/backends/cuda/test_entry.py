@@ -32,7 +32,7 @@ from graphpack.errors import (
 from graphpack.graph import Bucket
 from graphpack.models.weights import WeightSource
 from graphpack.opening import load
-from graphpack.results import LoadRequest
+from graphpack.results.load import LoadRequest
 from tests.archive.build import identity, read_record, reseal
 from tests.backends.cuda.entry import BASE, make_cuda_archive
 from tests.backends.cuda.fake_driver import FakeDriver

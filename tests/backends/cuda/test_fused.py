@@ -16,7 +16,7 @@ from graphpack import CaptureRefusedError
 from graphpack.backends.cuda import columns as c
 from graphpack.backends.cuda.agree import _check_bindings, fused
 from graphpack.backends.cuda.audit import RegionMap
-from graphpack.backends.cuda.bindings import bindings_of, check_bindings
+from graphpack.backends.cuda.bindings import BindingsCheck, bindings_of
 from graphpack.backends.cuda.builder import ColumnsBuilder
 from graphpack.backends.cuda.restore import CudaBackend
 from graphpack.backends.cuda.spans import check_overlaps, placed
@@ -24,7 +24,7 @@ from graphpack.graph import Region, TensorSpec
 from graphpack.identity.layout import make_layout
 from graphpack.models.checkpoint import open_checkpoint
 from graphpack.models.factory import weights_of
-from graphpack.results import LoadRequest
+from graphpack.results.load import LoadRequest
 from tests.archive.build import sha256
 from tests.backends.cuda import made
 from tests.backends.cuda.fake_driver import FakeDriver, digest
@@ -140,7 +140,7 @@ def entry() -> Any:
 def wrong(bindings: Sequence[str], graph: c.GraphColumns | None = None, **changes: Any) -> list[tuple[str, str]]:
     made = entry()
     bound = replace(made.graphs[0], bindings=tuple(bindings))
-    found = check_bindings(replace(made, graphs=(bound,), **changes), 0, graph or columns())
+    found = BindingsCheck(replace(made, graphs=(bound,), **changes)).problems(0, graph or columns())
     assert {problem.where for problem in found} <= {"graphs[0].bindings"}
     return [(problem.archived, problem.here) for problem in found]
 

@@ -76,7 +76,7 @@ def test_each_image_is_loaded_once_and_unloaded(driver: FakeDriver) -> None:
 
 def test_the_buffer_is_kept_while_the_image_is_loaded(driver: FakeDriver) -> None:
     images = load(driver, {digest(ONE): bytes(bytearray(ONE))}, {(digest(ONE), "add"): NEED})
-    assert [data for _, data in images._loaded] == [ONE]
+    assert [data for _, data in images._loaded.values()] == [ONE]
 
 
 @pytest.mark.parametrize(
@@ -94,6 +94,24 @@ def test_function_attributes(driver: FakeDriver, need: dict[str, Any], attribute
     images = load(driver, {digest(ONE): ONE}, {(digest(ONE), "add"): replace(NEED, **need)})
     (function,) = (driver.functions[handle] for handle in images.functions.values())
     assert function.attributes == {structs.FUNC_MAX_DYNAMIC_SHARED: 49152} | attributes
+
+
+def test_kernels_that_are_needed_later(driver: FakeDriver) -> None:
+    """Another graph asks more of one kernel, and for one more of an image that is loaded."""
+    two = image({name: {"parameters": [[0, 8], [8, 8], [16, 4]], "add": 1} for name in ("add", "more")})
+    key, more = (digest(two), "add"), (digest(two), "more")
+    images = load(driver, {digest(two): two}, {key: NEED})
+    handle = images.functions[key]
+    wanted = {key: replace(NEED, max_dynamic_shared=100_000), more: NEED}
+    for _ in range(2):
+        images.load({digest(two): two}, wanted, {digest(two): "image"})
+        assert driver.calls["load_library"] == 1
+        assert images.functions.keys() == {key, more}
+        assert images.functions[key] == handle
+        assert driver.functions[handle].attributes[structs.FUNC_MAX_DYNAMIC_SHARED] == 100_000
+    assert driver.calls["kernel_of_library"] == 3, "none is looked up for nothing"
+    images.close()
+    assert driver.held() == {}
 
 
 def test_what_is_wrong_with_images_comes_all_at_once(driver: FakeDriver) -> None:

@@ -13,7 +13,7 @@ from graphpack.backends.cuda.images import check_image
 from graphpack.backends.cuda.placement import place
 from graphpack.errors import CorruptArchiveError, EnvironmentMismatchError
 from graphpack.opening import load
-from graphpack.results import LoadRequest
+from graphpack.results.load import LoadRequest
 from tests.backends.cuda.cubin_reader import kernels_of
 from tests.backends.cuda.kept import ARCHIVES, contents_of, graphs_of
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from graphpack.archive.record import Graph
 from graphpack.backends.cuda.agree import _ordered
-from graphpack.backends.cuda.bindings import bindings_of, check_bindings
+from graphpack.backends.cuda.bindings import BindingsCheck, bindings_of
 from graphpack.backends.cuda.builder import ColumnsBuilder
 from graphpack.backends.cuda.memory import TorchMemory
 from graphpack.backends.cuda.placement import place
@@ -74,7 +74,7 @@ def test_a_constant_that_an_allocation_holds_is_bound_though_no_address_is_in_it
     weights = replace(small.weights, tensors=(replace(small.weights.tensors[0], name="w"),))
     made = replace(small, layout=layout, weights=weights)
     bound, missing = (
-        check_bindings(replace(made, graphs=(replace(small.graphs[0], bindings=names),)), 0, columns)
+        BindingsCheck(replace(made, graphs=(replace(small.graphs[0], bindings=names),))).problems(0, columns)
         for names in (("w", "live.0"), ("w",))
     )
     assert bound == []

@@ -27,7 +27,7 @@ from graphpack.errors import (
     WeightsMismatchError,
 )
 from graphpack.models.presets import make_checkpoint
-from graphpack.results import LoadRequest
+from graphpack.results.load import LoadRequest
 from tests.archive.build import identity, read_record, reseal
 from tests.backends.cuda.fake_driver import FakeDriver
 from tests.backends.cuda.kept import ARCHIVES, AnsweringDriver, record_of, replayable

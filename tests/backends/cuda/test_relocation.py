@@ -20,7 +20,7 @@ from graphpack.backends.cuda import structs
 from graphpack.backends.cuda.restore import CudaBackend
 from graphpack.errors import LayoutMismatchError
 from graphpack.replay import RestoredModel
-from graphpack.results import LoadRequest
+from graphpack.results.load import LoadRequest
 from tests.archive.build import read_record, reseal
 from tests.backends.cuda import cubin_reader
 from tests.backends.cuda.fake_driver import FakeDriver, digest

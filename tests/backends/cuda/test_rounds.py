@@ -13,7 +13,7 @@ import pytest
 from graphpack import opening, restore
 from graphpack.backends.cuda.restore import CudaBackend
 from graphpack.models.presets import make_checkpoint
-from graphpack.results import LoadRequest
+from graphpack.results.load import LoadRequest
 from tests.backends.cuda.kept import ARCHIVES, AnsweringDriver, record_of, replayable
 
 ROUNDS = 20

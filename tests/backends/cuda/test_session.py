@@ -20,7 +20,7 @@ from graphpack.backends.cuda.upload import upload_buffers
 from graphpack.errors import CorruptArchiveError, EnvironmentMismatchError, LayoutMismatchError
 from graphpack.graph import Bucket, TensorSpec
 from graphpack.models.weights import WeightSource
-from graphpack.results import LoadRequest
+from graphpack.results.load import LoadRequest
 from tests.archive.build import make_record, sha256
 from tests.backends.cuda.fake_driver import FakeDriver, digest
 from tests.backends.cuda.made import BASE, ONE, REGIONS, TEN, expected, layout, small_graph

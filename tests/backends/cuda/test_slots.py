@@ -16,7 +16,7 @@ from graphpack.models.locate import locate_weights
 from graphpack.opening import load
 from graphpack.regions import unpack_constants
 from graphpack.replay import RestoredModel
-from graphpack.results import LoadRequest
+from graphpack.results.load import LoadRequest
 from tests.backends.cuda.entry import make_cuda_archive
 from tests.backends.cuda.fake_driver import FakeDriver
 

@@ -21,7 +21,7 @@ from graphpack.backends.cuda.restore import CudaBackend
 from graphpack.backends.cuda.trim import trim
 from graphpack.documents import inspect
 from graphpack.freshness import Wanted, stale
-from graphpack.results import LoadRequest
+from graphpack.results.load import LoadRequest
 from graphpack.trust_settings import find_policy
 from tests.backends.cuda.kept import ARCHIVES, AnsweringDriver, contents_of, graphs_of, record_of, replayable
 

@@ -1,0 +1,81 @@
+"""Which of several processes this one is, as `torchrun` says it in the environment. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from graphpack.archive.ranks import Part
+from graphpack.errors import Problem, UsageError
+
+_NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT")
+_ADDRESS = "MASTER_ADDR"
+TORCHRUN = "run it with torchrun --nproc-per-node {size}"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This process among `part.world_size`; `local` is its number on this host, which is that of its device. They meet
+    at a port of an address, where whoever started them waits, the `agent`, or else rank 0."""
+
+    part: Part
+    local: int
+    address: str
+    port: int
+    agent: bool
+
+    def device(self, asked: str) -> str:
+        """Where this rank runs what was asked for a device: each on a device of its own."""
+        return f"cuda:{self.local}" if asked == "cuda" else asked
+
+
+class Company(Protocol):
+    """What a save and a load ask of the other ranks; see `graphpack.group.Group`."""
+
+    def together(self, what: str) -> AbstractContextManager[None]: ...
+    def exchange(self, what: str, mine: Any) -> list[Any]: ...
+    def agree(self, what: str, facts: Mapping[str, Any]) -> None: ...
+    def last_words(self, mine: Any) -> list[Any]: ...
+
+
+class Alone:
+    """The company of a process that is alone."""
+
+    def together(self, what: str) -> AbstractContextManager[None]:  # noqa: ARG002 - for people
+        return nullcontext()
+
+    def exchange(self, what: str, mine: Any) -> list[Any]:  # noqa: ARG002 - for people
+        return [mine]
+
+    def agree(self, what: str, facts: Mapping[str, Any]) -> None: ...
+
+    def last_words(self, mine: Any) -> list[Any]:  # noqa: ARG002 - nobody hears them
+        return []
+
+
+def place_of(environment: Mapping[str, str]) -> Place | None:
+    """None in a process that is alone. UsageError for an environment that does not say which of several it is."""
+    if environment.get("WORLD_SIZE", "") in ("", "1"):
+        return None
+    numbers = {name: _whole(environment.get(name, "")) for name in (*_NUMBERS, "LOCAL_RANK")}
+    rank, size, port = (numbers[name] for name in _NUMBERS)
+    address, hint = environment.get(_ADDRESS, ""), TORCHRUN.format(size="N")
+    problems = [
+        Problem(name, "a whole number", environment.get(name, "") or "not set", hint)
+        for name in _NUMBERS
+        if numbers[name] is None
+    ]
+    problems += [] if address else [Problem(_ADDRESS, "where the processes meet", "not set", hint)]
+    if rank is not None and size is not None and not 0 <= rank < size:
+        problems.append(Problem("RANK", f"0 to {size - 1}", str(rank), hint))
+    if problems or rank is None or size is None or port is None:
+        raise UsageError("the environment does not say which of several processes this one is", problems)
+    local = numbers["LOCAL_RANK"]
+    agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Place(Part(rank, size), rank if local is None else local, address, port, agent)
+
+
+def _whole(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None

@@ -1,0 +1,155 @@
+"""Graphs that are checked in a thread: which may be built before all have been, and what comes of errors then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphpack import load, restore
+from graphpack.archive.record import Record
+from graphpack.archive.store import Archive
+from graphpack.backends.cuda import columns, graphs_check, images
+from graphpack.backends.cuda.columns import GraphColumns
+from graphpack.backends.cuda.graphs_check import GraphChecks, check_graphs
+from graphpack.backends.cuda.restore import CudaBackend
+from graphpack.errors import CorruptArchiveError, Problem
+from tests.backends.cuda.kept import ARCHIVES, AnsweringDriver, record_of, replayable
+
+SECONDS = 20
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    return replayable(ARCHIVES[0], tmp_path / "archive")
+
+
+@pytest.fixture
+def driver(archive: Path, monkeypatch: pytest.MonkeyPatch) -> AnsweringDriver:
+    made = AnsweringDriver(record_of(archive))
+    monkeypatch.setattr(restore, "backend", lambda _: CudaBackend(lambda: made))
+    return made
+
+
+@pytest.fixture
+def entry(archive: Path) -> tuple[Record, Mapping[str, bytes]]:
+    opened = Archive.open(archive)
+    (found,) = opened.find(None)
+    return found.record, {blob.digest: opened.read_blob(blob) for blob in found.record.blobs}
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    end = time.monotonic() + SECONDS
+    while not what():
+        if time.monotonic() > end:
+            raise TimeoutError
+        time.sleep(0.001)
+
+
+def decoding(monkeypatch: pytest.MonkeyPatch, before_second: Callable[[], None]) -> None:
+    """Graphs are decoded as ever, and something happens before the second is."""
+    decode, calls = columns.decode, []
+
+    def delayed(*given: Any) -> GraphColumns:
+        calls.append(given)
+        if len(calls) == 2:
+            before_second()
+        return decode(*given)
+
+    monkeypatch.setattr(graphs_check, "decode", delayed)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_the_smallest_graph_is_built_while_others_are_checked(
+    archive: Path, driver: AnsweringDriver, monkeypatch: pytest.MonkeyPatch, lazy: bool
+) -> None:
+    assert len(record_of(archive).graphs) > 1
+    seen: list[int] = []
+
+    def once_built() -> None:
+        wait_for(lambda: driver.calls["instantiate"] > 0)
+        seen.append(driver.calls["instantiate"])
+
+    decoding(monkeypatch, once_built)
+    with load(archive, lazy_graphs=lazy) as model:
+        assert seen == [1]
+        assert driver.calls["instantiate"] == (1 if lazy else len(model.buckets))
+        model.step([3], [0])
+    assert driver.held() == {}
+
+
+def test_a_graph_that_is_refused_later_leaves_nothing_behind(
+    archive: Path, driver: AnsweringDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused() -> None:
+        wait_for(lambda: driver.calls["instantiate"] > 0)
+        raise CorruptArchiveError("a captured graph is damaged", [Problem("the second")])
+
+    decoding(monkeypatch, refused)
+    with pytest.raises(CorruptArchiveError, match="the second"):
+        load(archive, lazy_graphs=True)
+    assert driver.calls["instantiate"] == 1
+    assert driver.held() == {}
+
+
+def test_nothing_is_built_where_the_smallest_is_refused(
+    archive: Path, driver: AnsweringDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*_: Any) -> list[Problem]:
+        return [Problem("an image")]
+
+    monkeypatch.setattr(graphs_check, "check_image", wrong)
+    with pytest.raises(CorruptArchiveError, match="an image"):
+        load(archive)
+    assert not driver.calls["load_library"]
+    assert driver.held() == {}
+
+
+def test_the_smallest_comes_first_wherever_it_stands(entry: tuple[Record, Mapping[str, bytes]]) -> None:
+    record, blobs = entry
+    first = min(graph.bucket for graph in record.graphs)
+    turned = replace(record, graphs=record.graphs[::-1])
+    for made in (record, turned):
+        checks = GraphChecks(made, blobs)
+        assert [*checks.smallest().columns] == [first]
+        assert set(checks.smallest().images) <= set(checks.every().images)
+        assert set(checks.every().columns) == {graph.bucket for graph in record.graphs}
+
+
+def test_an_entry_without_graphs_has_no_smallest(entry: tuple[Record, Mapping[str, bytes]]) -> None:
+    record, blobs = entry
+    run = {digest for graph in record.graphs for digest in graph.images}
+    kept = tuple(blob for blob in record.blobs if blob.digest not in run)
+    checks = GraphChecks(replace(record, graphs=(), blobs=kept), blobs)
+    assert checks.smallest().columns == checks.every().columns == {}
+
+
+def test_each_image_is_looked_at_once(
+    entry: tuple[Record, Mapping[str, bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, blobs = entry
+    seen: list[str] = []
+
+    def counted(data: bytes, digest: str, capability: str, where: str) -> list[Problem]:
+        seen.append(digest)
+        return images.check_image(data, digest, capability, where)
+
+    monkeypatch.setattr(graphs_check, "check_image", counted)
+    found = GraphChecks(record, blobs).every()
+    assert sorted(seen) == sorted(found.images)
+    assert check_graphs(record, blobs).images == found.images
+
+
+def test_problems_of_all_graphs_come_together(entry: tuple[Record, Mapping[str, bytes]]) -> None:
+    record, blobs = entry
+    wrong = replace(record, graphs=tuple(replace(graph, nodes=graph.nodes + 1) for graph in record.graphs))
+    checks = GraphChecks(wrong, blobs)
+    for ask in (checks.smallest, checks.every):
+        with pytest.raises(CorruptArchiveError) as refused:
+            ask()
+        places = [problem.where for problem in refused.value.problems]
+        assert places == [f"graphs[{position}].nodes" for position in range(len(record.graphs))]

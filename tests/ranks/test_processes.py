@@ -1,0 +1,311 @@
+"""Two ranks in two processes: they give what one process gives, agree before anything happens, and end together."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from graphpack.archive.piecewise import graphs_of
+from graphpack.archive.ranks import Part, ranks_of
+from graphpack.archive.store import Archive
+from graphpack.graph import Bucket
+from graphpack.models.presets import make_checkpoint
+from graphpack.models.registry import resolve
+from tests.ranks.conftest import BATCH, GRAPHPACK, KEPT, SEQ_LEN, SIZE, Ended, Ranks
+
+PROMPTS = np.random.default_rng(4).integers(0, 512, (3, 9)).tolist()
+TOKENS = 64
+LIMIT = 30.0
+"""Seconds within which all others end after one was killed."""
+
+GENERATE = f"""
+import json, sys
+import numpy as np
+import graphpack
+from graphpack.generate import generate
+
+with graphpack.load(sys.argv[1], verify=True) as model:
+    first = model.prefill({PROMPTS}, [0, 1, 2]).numpy()
+    step = model.step([5, 7], [9, 9], [0, 1]).numpy()
+    model.reset()
+    texts = generate(model, {PROMPTS}, max_tokens={TOKENS})
+    print(json.dumps({{
+        "tokens": [text.token_ids for text in texts],
+        "first": first.tolist(), "step": step.tolist(),
+        "notes": model.result.notes, "captures": model.result.captures,
+        "rungs": [[rung.name, rung.state] for rung in model.result.ladder],
+        "verified": [[row.token_count, row.steps] for row in model.result.verified],
+        "tracer": any(name.startswith(("graphpack.capture", "graphpack.splitting")) for name in sys.modules),
+        "runs": {{str(bucket): count for bucket, count in model.stats.replays.items()}},
+    }}))
+"""
+
+
+@torch.no_grad()
+def by_one_process() -> tuple[list[list[int]], np.ndarray, np.ndarray]:
+    """Greedy tokens, the logits after each prompt, and those of one step more, by torch."""
+    model = resolve("tiny-qwen3")
+    step: Any = model.build(model.open_weights(), "float32")
+    state = [torch.zeros(spec.shape) for spec in step.state(len(PROMPTS) + 1, SEQ_LEN)]
+    decode = step.module_for(Bucket(1, SEQ_LEN))
+
+    def stepped(token: int, position: int, slot: int) -> torch.Tensor:
+        found: torch.Tensor = decode(*(torch.tensor([value]) for value in (token, position, slot)), *state)[0]
+        return found
+
+    count, tokens, first, second = len(PROMPTS[0]), [], [], []
+    for slot, prompt in enumerate(PROMPTS):
+        columns = torch.tensor(prompt), torch.arange(count), torch.full((count,), slot)
+        first.append(step.prefill_module()(*columns, torch.tensor([count - 1]), *state)[0])
+        if slot < 2:
+            second.append(stepped((5, 7)[slot], count, slot))
+        mine = [int(first[-1].argmax())]
+        while len(mine) < TOKENS:
+            mine.append(int(stepped(mine[-1], count + len(mine) - 1, slot).argmax()))
+        tokens.append(mine)
+    return tokens, torch.stack(first).numpy(), torch.stack(second).numpy()
+
+
+def test_two_ranks_restore_without_capture_and_give_what_one_process_gives(ranks: Ranks) -> None:
+    ended = ranks(GENERATE, KEPT)
+    assert [one.code for one in ended] == [0, 0], ended[0].err + ended[1].err
+    here, there = (one.document for one in ended)
+    assert (here.pop("notes"), there.pop("notes")) == (["rank 0 of 2"], ["rank 1 of 2"])
+    assert here == there, "all ranks get the same bits"
+    tokens, first, step = by_one_process()
+    assert here["tokens"] == tokens
+    (graph,) = graphs_of(Archive.open(KEPT).find(None)[0].record)
+    np.testing.assert_allclose(here["first"], first, rtol=0, atol=graph.tolerance)
+    np.testing.assert_allclose(here["step"], step, rtol=0, atol=graph.tolerance)
+    assert here["runs"] == {f"{BATCH}x{SEQ_LEN}": 1 + TOKENS - 1}
+    assert (here["captures"], here["tracer"]) == (0, False)
+    assert ["outputs", "passed"] in here["rungs"]
+    assert here["verified"] == [[BATCH, graph.golden_steps]]
+
+
+# --- Saving
+
+SAVE = """
+import json, sys
+from pathlib import Path
+from graphpack import capture
+from graphpack.archive.ranks import part_of
+from graphpack.archive.store import Archive
+from graphpack.backends.cpu import capture as compiling
+from graphpack.backends.cpu.policy import object_name
+from graphpack.elf import parse
+from graphpack.results.save import SaveRequest
+
+# Compilers give the same bytes for the same trace, and take most of a save. What they gave for the kept archive is
+# taken from there; if that is another trace, they compile.
+kept = Archive.open(sys.argv[1])
+objects = {}
+for entry in kept.find(None):
+    for blob in entry.record.blobs:
+        content = kept.read_blob(blob)
+        if content.startswith(b"\\x7fELF"):
+            objects[parse(content).soname] = content
+generate, build, traced = compiling.generate, compiling.build, {}
+
+def compiled(directory, name, stop):
+    if name in objects:
+        return objects[name]
+    generate(*traced[directory])
+    return build(directory, name, stop)
+
+compiling.generate = lambda *given: traced.update({given[2]: given})
+compiling.build = compiled
+
+request = SaveRequest(
+    model="tiny-qwen3", archive=Path(sys.argv[2]), cpu_isa="avx2", mode="piecewise",
+    batch_sizes=(4,), seq_lens=(128,), token_counts=(4,),
+)
+saved = capture.save(request)
+again = capture.save(request)
+print(json.dumps([saved.action, saved.weights_root, list(saved.notes), again.action]))
+"""
+
+
+def test_ranks_save_an_entry_each_under_one_name(ranks: Ranks, tmp_path: Path) -> None:
+    ended = ranks(SAVE, KEPT, tmp_path / "archive")
+    assert [one.code for one in ended] == [0, 0], ended[0].err + ended[1].err
+    entries = Archive.open(tmp_path / "archive").find(["tiny-qwen3"])
+    assert [entry.part for entry in entries] == [Part(rank, SIZE) for rank in range(SIZE)]
+    assert [entry.ref.tag for entry in entries] == ["tiny-qwen3.0-of-2", "tiny-qwen3.1-of-2"]
+    roots = [entry.record.weights.root for entry in entries]
+    for one, entry, root in zip(ended, entries, roots, strict=True):
+        found = ranks_of(entry.record)
+        assert found is not None
+        assert list(found.roots) == roots
+        note = str(entry.part)
+        action, said, notes, again = one.document
+        assert (action, said, again) == ("saved", root, "up to date")
+        assert note in notes
+    kept = Archive.open(KEPT).find(None)
+    for new, old in zip(entries, kept, strict=True):
+        assert graphs_of(new.record)[0].pieces == graphs_of(old.record)[0].pieces
+        assert new.record.weights == old.record.weights
+    assert list((tmp_path / "archive").rglob(".*")) == [], "nothing is left over"
+
+
+# --- What goes wrong in one ends all
+
+
+def error_of(ended: Ended) -> dict[str, Any]:
+    error: dict[str, Any] = ended.document["error"]
+    assert ended.code == error["code"], ended.err
+    return error
+
+
+def test_ranks_with_other_checkpoints_do_not_load(ranks: Ranks, kept: Path, tmp_path: Path) -> None:
+    make_checkpoint("tiny-qwen3", tmp_path / "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "other")
+    ended = ranks(GRAPHPACK, "load", kept, "--weights", [tmp_path / "one", tmp_path / "other"], "--format", "json")
+    for one in ended:
+        error = error_of(one)
+        assert error["code"] == 7
+        assert error["message"] == "the ranks do not agree: files of rank 1 is not that of rank 0"
+
+
+def test_what_one_rank_cannot_do_all_are_told(ranks: Ranks, kept: Path, tmp_path: Path) -> None:
+    make_checkpoint("tiny-qwen3", tmp_path / "one")
+    ended = ranks(GRAPHPACK, "load", kept, "--weights", [tmp_path / "one", tmp_path / "none"], "--format", "json")
+    for one in ended:
+        error = error_of(one)
+        assert error["code"] == 3
+        assert error["message"].startswith("rank 1 of 2: no such directory: ")
+
+
+def test_ranks_that_were_asked_for_other_things_do_not_save(ranks: Ranks, tmp_path: Path) -> None:
+    options = ("--mode", "piecewise", "--token-counts", "1", "--format", "json")
+    ended = ranks(GRAPHPACK, "save", "tiny-qwen3", tmp_path / "archive", *options, "--seq-lens", ["16", "32"])
+    for one in ended:
+        error = error_of(one)
+        assert error["code"] == 8
+        assert error["message"] == "the ranks do not agree: settings of rank 1 is not that of rank 0"
+    assert not (tmp_path / "archive").exists()
+
+
+WRITES = """
+import os, sys
+from types import SimpleNamespace
+import graphpack.capture as c
+from graphpack.__main__ import main
+from graphpack.archive.oci import GOLDEN_TYPE
+from graphpack.errors import OutputsDifferError
+
+def write(archive, *_):
+    archive.put_blob(b"what a rank has written" + os.environ["RANK"].encode(), GOLDEN_TYPE)
+    return SimpleNamespace(ref=None, record=None, bytes=0)
+
+def prove(self, *_):
+    if os.environ["RANK"] == "1":
+        raise OutputsDifferError("they differ")
+
+c._Save._capture, c.write_entry, c._Save._prove = lambda *_: None, write, prove
+c._Save._commit = lambda *_: sys.exit("committed")
+sys.exit(main())
+"""
+
+
+def test_a_rank_whose_proof_fails_keeps_all_from_committing_and_nothing_is_left(ranks: Ranks, tmp_path: Path) -> None:
+    options = ("--mode", "piecewise", "--token-counts", "1", "--format", "json")
+    for one in ranks(WRITES, "save", "tiny-qwen3", tmp_path / "archive", *options):
+        error = error_of(one)
+        assert (error["code"], error["message"]) == (10, "rank 1 of 2: they differ")
+    assert not (tmp_path / "archive").exists()
+
+
+KILLED = """
+import os, signal, sys
+import graphpack.group
+from graphpack.__main__ import main
+graphpack.group.LOST_SECONDS = 4
+{setup}
+sys.exit(main())
+"""
+DIES = "lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)"
+WAITS = "lambda *_, **__: __import__('time').sleep(100)"
+IN_LOAD = "import graphpack.backends.cpu.memory as m; m.CpuMemory._fill = {act}"
+IN_PROOF = "import graphpack.restore as r; r.verify_graphs = {act}"
+IN_CAPTURE = "import graphpack.capture as c; c._Save._capture = {act}"
+IN_SAVE = "import graphpack.backends.cpu.pieces as p; p.capture_pieces = {act}"
+
+
+# A device ends waiting for a sum that is broken off, and what it gives is no sum.
+TAKES_IT_FOR_A_SUM = """
+def compare(*_):
+    from graphpack.errors import OutputsDifferError
+    from graphpack.models.operations import BROKEN
+    try:
+        BROKEN.wait(60)
+    except BaseException:
+        pass
+    raise OutputsDifferError("they differ")
+import graphpack.restore
+graphpack.restore.verify_graphs = compare
+"""
+
+
+@pytest.mark.parametrize(
+    ("killed", "other"), [(0, ""), (1, ""), (1, TAKES_IT_FOR_A_SUM)], ids=["first", "second", "second, in a sum"]
+)
+def test_a_rank_killed_in_a_load_ends_the_others(killed: int, other: str, ranks: Ranks, kept: Path) -> None:
+    where, options = (IN_PROOF, ("--verify",)) if other else (IN_LOAD, ())
+    dies = where.format(act=DIES)
+    programs = [KILLED.format(setup=dies if rank == killed else other) for rank in range(SIZE)]
+    ended = ranks(programs, "load", kept, *options, "--format", "json")
+    assert_ends_with(ended, killed)
+
+
+def test_a_rank_killed_in_a_save_ends_the_others_at_once_and_leaves_no_entry(ranks: Ranks, tmp_path: Path) -> None:
+    """The other one waits for something that takes much longer."""
+    programs = [KILLED.format(setup=IN_SAVE.format(act=act)) for act in (WAITS, DIES)]
+    options = ("--mode", "piecewise", "--batch-sizes", "1", "--token-counts", "1", "--format", "json")
+    ended = ranks(programs, "save", "tiny-qwen3", tmp_path / "archive", *options)
+    assert_ends_with(ended, 1)
+    assert not (tmp_path / "archive" / "index.json").exists()
+
+
+def test_a_rank_that_is_asked_to_stop_stops_the_others_and_nothing_is_left(ranks: Ranks, tmp_path: Path) -> None:
+    acts = WAITS, DIES.replace("SIGKILL", "SIGTERM")
+    programs = [KILLED.format(setup=IN_CAPTURE.format(act=act)) for act in acts]
+    options = ("--mode", "piecewise", "--batch-sizes", "1", "--token-counts", "1", "--format", "json")
+    other, stopped = ranks(programs, "save", "tiny-qwen3", tmp_path / "archive", *options)
+    assert error_of(stopped)["code"] == 143
+    error = error_of(other)
+    assert (error["code"], error["message"]) == (12, "rank 1 of 2: stopped in capture: SIGTERM")
+    assert other.seconds - stopped.seconds < LIMIT
+    assert not (tmp_path / "archive").exists()
+
+
+def assert_ends_with(ended: list[Ended], killed: int) -> None:
+    other = ended[1 - killed]
+    error = error_of(other)
+    assert ended[killed].code == -signal.SIGKILL
+    assert error["code"] == 12
+    assert error["message"].startswith(f"rank {killed} of 2 ")
+    assert other.seconds - ended[killed].seconds < LIMIT
+    assert json.dumps(error["problems"]).count(f"rank {killed}") == 1
+
+
+ALONE = (
+    """
+import graphpack.group as group
+group.JOIN_SECONDS = 1
+"""
+    + GRAPHPACK
+)
+
+
+def test_a_rank_that_never_comes_is_told(ranks: Ranks, kept: Path) -> None:
+    ended = ranks([ALONE, ""], "load", kept, "--format", "json")
+    error = error_of(ended[0])
+    assert (error["code"], error["message"]) == (12, "rank 1 of 2 did not come within 1 s")
