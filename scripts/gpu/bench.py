@@ -162,7 +162,9 @@ total = time.perf_counter() - start
 nodes = sum(graph.nodes for graph in model.record.graphs)
 print(json.dumps({"total": total, "nodes": nodes, "graphs": len(model.record.graphs), "spent": spent,
                   "us a node": (spent["build_graph"] + spent["instantiate"]) / nodes * 1e6,
-                  "weights GB/s": model.record.weights.bytes / spent.get("_copy", model.result.stages["weights"]) / 1e9,
+                  "weights GB/s": model.record.weights.bytes / 1e9 / (
+                      model.result.stages["weights"] if how == "verify" else spent["_copy"]),
+                  "mode": model.result.weights_mode,
                   "stages": model.result.stages,
                   "identical": all(one.bit_identical for one in model.result.verified)}))
 """
