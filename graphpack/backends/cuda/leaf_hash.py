@@ -1,7 +1,7 @@
 """Weights hashed by the device they have been copied to: what is proven are the very bytes that graphs will read.
 
-A leaf takes one thread as long as every other (43 ms on an H200, by count of instructions), so that all of them are
-hashed in one launch. The kernel's images are kept beside its source, `kernels/leaf_hash.cu`.
+A thread takes as long for its leaf whether few others run or many, so all leaves are hashed in one launch. The kernel's
+images are kept beside its source, `kernels/leaf_hash.cu`.
 """
 
 from __future__ import annotations
