@@ -170,8 +170,9 @@ def load(
     waives environment fields by name. `copy_weights` copies weights instead of using the mapped checkpoint in place.
     `trusted_keys` are files of public keys, by one of which the entry must be signed; see `graphpack.trust_settings`.
 
-    On cuda, `lazy_graphs` builds all graphs but the smallest when they are first used. `bind` gives addresses of device
-    memory that the caller holds for as long as the model: in it a region is neither filled nor zeroed.
+    On cuda, `lazy_graphs` checks and builds all graphs but the smallest when they are first used: a damaged one is a
+    CorruptArchiveError of that step. `bind` gives addresses of device memory that the caller holds for as long as the
+    model: in it a region is neither filled nor zeroed.
     """
     from pathlib import Path
 

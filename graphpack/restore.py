@@ -354,6 +354,7 @@ class _Restore:
         else:
             not_proven.append("weight contents")
         (proven if verified else not_proven).append("outputs of every graph on this device")
+        not_proven += self._session.unchecked()
         return LoadedEntry(
             name=self._name,
             device=self._record.entry.backend,

@@ -164,6 +164,9 @@ class Session(Protocol):
     def rebuild_pieces(self, record: Record, blobs: Mapping[str, bytes]) -> Mapping[int, Executable]:
         """Likewise every piecewise graph, by its token count."""
 
+    def unchecked(self) -> list[str]:
+        """What of the entry is checked only when it is used, in words for the answer."""
+
     def close(self) -> None:
         """Give back the device. The memory's `close` does it, too; closing twice is fine."""
 

@@ -42,7 +42,9 @@ BENCH_SECONDS = 2.0
 @click.option("--bench", is_flag=True, help="Time decode steps of each graph.")
 @click.option("--allow", multiple=True, metavar="FIELD", help="Waive one environment difference; repeatable.")
 @click.option("--copy-weights", is_flag=True, help="Copy weights instead of using the mapped checkpoint in place.")
-@click.option("--lazy-graphs", is_flag=True, help="On cuda: build all graphs but the smallest at their first use.")
+@click.option(
+    "--lazy-graphs", is_flag=True, help="On cuda: check and build all graphs but the smallest at their first use."
+)
 @click.option(
     "--config",
     type=PATH,

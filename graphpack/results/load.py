@@ -30,9 +30,9 @@ class LoadRequest:
     """No `names` means every entry. `weights` maps an entry's name to a directory; the key None serves all others.
     With `complete` no names means every model of the configuration, each saved with the settings it has there.
 
-    On cuda: with `lazy_graphs` all graphs but the smallest are built when they are first used; `bind` gives addresses
-    of device memory that the caller holds in the place of regions; `scatter` moves every region by another distance,
-    which proves that they move.
+    On cuda: with `lazy_graphs` all graphs but the smallest are checked and built when they are first used; `bind`
+    gives addresses of device memory that the caller holds in the place of regions; `scatter` moves every region by
+    another distance, which proves that they move.
 
     `trusted_keys` are files of public keys; a signature by one of them is then required. What is not given here, the
     environment and the configuration of the user and the system say.

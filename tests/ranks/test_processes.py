@@ -234,7 +234,7 @@ sys.exit(main())
 DIES = "lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)"
 WAITS = "lambda *_, **__: __import__('time').sleep(100)"
 IN_LOAD = "import graphpack.backends.cpu.memory as m; m.CpuMemory._fill = {act}"
-IN_PROOF = "import graphpack.restore as r; r.verify_graphs = {act}"
+IN_PROOF = "import graphpack.trials as t; t.verify_graphs = {act}"
 IN_CAPTURE = "import graphpack.capture as c; c._Save._capture = {act}"
 IN_SAVE = "import graphpack.backends.cpu.pieces as p; p.capture_pieces = {act}"
 
@@ -249,8 +249,8 @@ def compare(*_):
     except BaseException:
         pass
     raise OutputsDifferError("they differ")
-import graphpack.restore
-graphpack.restore.verify_graphs = compare
+import graphpack.trials
+graphpack.trials.verify_graphs = compare
 """
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,14 +77,15 @@ class Exchange:
 
 
 class CudaGraph:
-    """See `graphpack.backends.Executable`. Built when `prepare` is called, or on first use."""
+    """See `graphpack.backends.Executable`. Built when `prepare` is called, or on first use, from what `columns` gives;
+    the kernels that they name must be among `functions` then."""
 
     def __init__(
         self,
         driver: Driver,
         context: int,
         graph: Graph,
-        columns: GraphColumns,
+        columns: Callable[[], GraphColumns],
         functions: Mapping[Identity, int],
         memory: CudaMemory,
     ) -> None:
@@ -97,7 +98,8 @@ class CudaGraph:
         """Build and instantiate, unless that was done."""
         if self._executable:
             return
-        self._graph = build_graph(self._driver, self._columns, self._functions, self._memory.addresses, self._context)
+        columns = self._columns()
+        self._graph = build_graph(self._driver, columns, self._functions, self._memory.addresses, self._context)
         self._executable = self._driver.instantiate(self._graph)
 
     def prepare_step(self) -> None:
@@ -116,6 +118,7 @@ class CudaGraph:
         Raises CudaError for a fault on the device, after which its context is lost to the whole process.
         """
         self._driver.set_context(self._context)
+        self.prepare()
         self._exchange.send(inputs)
         self.launch()
         return self._exchange.receive()

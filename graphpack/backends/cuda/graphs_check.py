@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from graphpack.archive.codec import ColumnsReader
 from graphpack.archive.oci import IMAGE_TYPE, blob_file
+from graphpack.archive.piecewise import graphs_of
 from graphpack.archive.record import Graph, Record
 from graphpack.backends.cuda.bindings import BindingsCheck
 from graphpack.backends.cuda.columns import GraphColumns, decode, topology
@@ -34,23 +35,35 @@ class CheckedGraphs:
 
 
 class GraphChecks:
-    """`check_graphs` in a thread. The smallest bucket's graph can be had, and built, while others are checked."""
+    """`check_graphs` in a thread. The smallest bucket's graph can be had, and built, while others are checked.
 
-    def __init__(self, record: Record, blobs: Mapping[str, bytes]) -> None:
+    With `lazy` that is the only one that is checked unasked, unless the entry has pieces too.
+    """
+
+    def __init__(self, record: Record, blobs: Mapping[str, bytes], *, lazy: bool = False) -> None:
+        self._record, self._blobs = record, blobs
+        self._buckets = sorted(graph.bucket for graph in record.graphs)
+        self._lazy = lazy and not graphs_of(record) and len(self._buckets) > 1
+        self._later: dict[Bucket, CheckedGraphs] = {}
         self._smallest: Future[CheckedGraphs] = Future()
         pool = ThreadPoolExecutor(1, "graphpack-check")
-        self._every = pool.submit(self._check, record, blobs)
+        self._every = pool.submit(self._check)
         pool.shutdown(wait=False)
 
-    def _check(self, record: Record, blobs: Mapping[str, bytes]) -> CheckedGraphs:
+    def _check(self) -> CheckedGraphs:
         try:
-            checked = check_graphs(record, blobs, self._smallest.set_result)
+            if self._lazy:
+                checked = check_graphs(self._record, self._blobs, only=self._buckets[0])
+            else:
+                checked = check_graphs(self._record, self._blobs, smallest=self._smallest.set_result)
         except BaseException as error:
             if not self._smallest.done():
                 self._smallest.set_exception(error)
             raise
         if not self._smallest.done():
             self._smallest.set_result(checked)
+        if not self._lazy:
+            self._blobs = {}
         return checked
 
     def smallest(self) -> CheckedGraphs:
@@ -58,15 +71,34 @@ class GraphChecks:
         return self._smallest.result()
 
     def every(self) -> CheckedGraphs:
-        """Raises as `check_graphs`."""
+        """All that is checked unasked. Raises as `check_graphs`."""
         return self._every.result()
+
+    @property
+    def later(self) -> int:
+        """How many graphs are still to be checked, when they are asked for."""
+        return len(self._buckets) - 1 - len(self._later) if self._lazy else 0
+
+    def of(self, bucket: Bucket) -> CheckedGraphs:
+        """Graphs of which one is the bucket's. Raises as `check_graphs`."""
+        if bucket == self._buckets[0]:
+            return self.smallest()
+        if not self._lazy:
+            return self.every()
+        if bucket not in self._later:
+            self._later[bucket] = check_graphs(self._record, self._blobs, only=bucket)
+        return self._later[bucket]
 
 
 def check_graphs(
-    record: Record, blobs: Mapping[str, bytes], smallest: Callable[[CheckedGraphs], None] | None = None
+    record: Record,
+    blobs: Mapping[str, bytes],
+    *,
+    smallest: Callable[[CheckedGraphs], None] | None = None,
+    only: Bucket | None = None,
 ) -> CheckedGraphs:
-    """Decode the graphs and compare them, and the images they run, with what the record says. `smallest` is told of the
-    smallest bucket's graph as soon as nothing is wrong with it and its images.
+    """Decode the graphs, or one bucket's `only`, and compare them, and the images they run, with what the record says.
+    `smallest` is told of the smallest bucket's graph as soon as nothing is wrong with it and its images.
 
     Raises CorruptArchiveError.
     """
@@ -75,17 +107,20 @@ def check_graphs(
     pairs: list[tuple[str, str]] = []
     reader, bindings, images = ColumnsReader(), BindingsCheck(record), _ImagesCheck(record, blobs)
     for position, graph in sorted(enumerate(record.graphs), key=lambda numbered: numbered[1].bucket):
+        if only not in (None, graph.bucket):
+            continue
         columns = decode(blobs[graph.object], blob_file(graph.object), record.layout.regions, reader)
         problems += _check_graph(graph, f"graphs[{position}]", columns) + bindings.problems(position, columns)
         pairs += zip(columns.names.images, graph.images, strict=False)
         found[graph.bucket] = columns
         if smallest is not None and len(found) == 1 and not problems and not images.problems(pairs):
             smallest(CheckedGraphs(dict(found), {}, dict(pairs)))
-    pieces, of_pieces = decode_pieces(record, blobs, reader)
-    problems += of_pieces
-    unnamed = dict(_unnamed_images(record, blobs))
-    pairs += unnamed.items()
-    problems += _image_problems(pieces, dict(pairs), unnamed)
+    pieces: dict[int, tuple[GraphColumns, ...]] = {}
+    if only is None:
+        pieces, of_pieces = decode_pieces(record, blobs, reader)
+        unnamed = dict(_unnamed_images(record, blobs))
+        pairs += unnamed.items()
+        problems += of_pieces + _image_problems(pieces, dict(pairs), unnamed)
     if problems:
         raise CorruptArchiveError("an object is not the graph that the record describes", problems)
     problems = images.problems(pairs)

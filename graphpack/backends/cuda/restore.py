@@ -8,10 +8,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from graphpack.archive.oci import blob_file
+from graphpack.archive.oci import IMAGE_TYPE, blob_file
 from graphpack.archive.piecewise import graphs_of
-from graphpack.archive.record import Graph, Layout, Record
+from graphpack.archive.record import Layout, Record
 from graphpack.backends import Room
+from graphpack.backends.cuda.columns import GraphColumns
 from graphpack.backends.cuda.device_memory import CudaMemory, own_region
 from graphpack.backends.cuda.driver import Driver, driver
 from graphpack.backends.cuda.executable import CudaGraph
@@ -73,6 +74,7 @@ class CudaSession:
             # Which way weights travel then is known when the device is.
             size = max(size, relay_buffers())
         self._buffer = self._device.lock(HostPages(size))
+        self._lazy = request.lazy_graphs
         if not request.lazy_graphs:
             nodes = sum(graph.nodes for graph in record.graphs)
             self._heap = HeapPages(min(nodes * _NODE_BYTES, _HEAP_LIMIT))
@@ -117,7 +119,7 @@ class CudaSession:
 
     def prepare(self, record: Record, blobs: Mapping[str, bytes]) -> None:
         """Decode and check graphs and images in a thread."""
-        self._checks = GraphChecks(record, blobs)
+        self._checks = GraphChecks(record, blobs, lazy=self._lazy)
 
     def check_blobs(self, record: Record, blobs: Mapping[str, bytes]) -> None:  # noqa: ARG002 - prepare has had them
         """Wait until the smallest graph has been checked; `rebuild` does for the others. Raises CorruptArchiveError."""
@@ -152,39 +154,47 @@ class CudaSession:
 
     def rebuild(self, record: Record, blobs: Mapping[str, bytes], request: LoadRequest) -> dict[Bucket, CudaGraph]:
         """Load the images and build the graphs: the smallest bucket's in any case, while weights travel and other
-        graphs are checked. Raises CorruptArchiveError for these, with nothing built."""
+        graphs are checked. Lazily, the others are checked and built when they are used.
+
+        Raises CorruptArchiveError for graphs that are built now, with none left; others raise it when they are used.
+        """
         device, memory, checks = self._device, *self._ready()
         images = Images(device.driver, device.device, device.context)
         self._undo.callback(images.close)
-        self._lazy, self._functions = request.lazy_graphs, images.functions
-        graphs: dict[Bucket, CudaGraph] = {}
+        self._functions = images.functions
+        images_of_graphs = {image for graph in record.graphs for image in graph.images}
+        images_of_pieces = {blob.digest for blob in record.blobs if blob.media_type == IMAGE_TYPE}
+        code = {digest: blobs[digest] for digest in images_of_graphs | images_of_pieces}
+        loaded: list[CheckedGraphs] = []
 
-        def load(checked: CheckedGraphs) -> None:
-            contents = {digest: blobs[blob] for digest, blob in checked.images.items()}
-            files = {digest: blob_file(blob) for digest, blob in checked.images.items()}
-            images.load(contents, needs_of(checked.every()), files)
-            device.driver.set_context(device.context)
+        def load(checked: CheckedGraphs) -> CheckedGraphs:
+            if not any(one is checked for one in loaded):
+                loaded.append(checked)
+                contents = {digest: code[blob] for digest, blob in checked.images.items()}
+                files = {digest: blob_file(blob) for digest, blob in checked.images.items()}
+                images.load(contents, needs_of(columns for one in loaded for columns in one.every()), files)
+                device.driver.set_context(device.context)
+            return checked
 
-        def add(graph: Graph, checked: CheckedGraphs) -> CudaGraph:
-            columns = checked.columns[graph.bucket]
-            built = CudaGraph(device.driver, device.context, graph, columns, images.functions, memory)
-            undo.callback(built.close)
-            graphs[graph.bucket] = built
-            return built
+        def columns_of(bucket: Bucket) -> Callable[[], GraphColumns]:
+            return lambda: load(checks.of(bucket)).columns[bucket]
 
-        ordered = sorted(record.graphs, key=lambda graph: graph.bucket)
         heap, self._heap = self._heap, None
+        graphs: dict[Bucket, CudaGraph] = {}
         with ExitStack() as undo:
             load(checks.smallest())
             if heap is not None:
                 heap.release()
-            if ordered:
-                add(ordered[0], checks.smallest()).prepare_step()
-            load(checks.every())
-            for graph in ordered[1:]:
-                built = add(graph, checks.every())
-                if not request.lazy_graphs:
+            for graph in sorted(record.graphs, key=lambda graph: graph.bucket):
+                columns = columns_of(graph.bucket)
+                built = CudaGraph(device.driver, device.context, graph, columns, images.functions, memory)
+                undo.callback(built.close)
+                if not graphs:
+                    built.prepare_step()
+                elif not request.lazy_graphs:
                     built.prepare()
+                graphs[graph.bucket] = built
+            load(checks.every())
             undo.pop_all()
         if heap is not None:
             heap.close()
@@ -204,6 +214,10 @@ class CudaSession:
                 graphs[graph.token_count] = built
             undo.pop_all()
         return graphs
+
+    def unchecked(self) -> list[str]:
+        later = self._checks.later if self._checks is not None else 0
+        return [f"{later} graphs, each checked before its first use"] if later else []
 
     def _ready(self) -> tuple[CudaMemory, GraphChecks]:
         if self._memory is None or self._checks is None:

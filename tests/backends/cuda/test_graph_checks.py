@@ -63,9 +63,8 @@ def decoding(monkeypatch: pytest.MonkeyPatch, before_second: Callable[[], None])
     monkeypatch.setattr(graphs_check, "decode", delayed)
 
 
-@pytest.mark.parametrize("lazy", [False, True])
 def test_the_smallest_graph_is_built_while_others_are_checked(
-    archive: Path, driver: AnsweringDriver, monkeypatch: pytest.MonkeyPatch, lazy: bool
+    archive: Path, driver: AnsweringDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert len(record_of(archive).graphs) > 1
     seen: list[int] = []
@@ -75,10 +74,58 @@ def test_the_smallest_graph_is_built_while_others_are_checked(
         seen.append(driver.calls["instantiate"])
 
     decoding(monkeypatch, once_built)
-    with load(archive, lazy_graphs=lazy) as model:
+    with load(archive) as model:
         assert seen == [1]
-        assert driver.calls["instantiate"] == (1 if lazy else len(model.buckets))
+        assert driver.calls["instantiate"] == len(model.buckets)
+        assert not any("checked before" in words for words in model.result.not_proven)
         model.step([3], [0])
+    assert driver.held() == {}
+
+
+def test_lazy_graphs_are_checked_when_they_are_used(
+    archive: Path, driver: AnsweringDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[str] = []
+
+    def counted(*given: Any) -> GraphColumns:
+        decoded.append(given[1])
+        return columns.decode(*given)
+
+    monkeypatch.setattr(graphs_check, "decode", counted)
+    with load(archive) as model:
+        expected = [model.step([3] * rows, [0] * rows).numpy().tobytes() for rows in (1, 2, 1)]
+        everything = {*decoded}
+    decoded.clear()
+    driver.calls.clear()
+    with load(archive, lazy_graphs=True) as model:
+        assert len(decoded) == driver.calls["instantiate"] == 1
+        later = len(model.buckets) - 1
+        assert f"{later} graphs, each checked before its first use" in model.result.not_proven
+        found = [model.step([3] * rows, [0] * rows).numpy().tobytes() for rows in (1, 2, 1)]
+        assert found == expected
+        assert len(decoded) == len({*decoded}) == driver.calls["instantiate"] == 2
+        model.verify({})
+    with load(archive, lazy_graphs=True, verify=True) as model:
+        assert {*decoded} == everything
+        assert not any("checked before" in words for words in model.result.not_proven)
+    assert driver.held() == {}
+
+
+def test_a_damaged_graph_is_refused_when_it_is_used(
+    archive: Path, driver: AnsweringDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused() -> None:
+        raise CorruptArchiveError("a captured graph is damaged", [Problem("the second")])
+
+    decoding(monkeypatch, refused)
+    with load(archive, lazy_graphs=True) as model:
+        expected = model.step([3], [0]).numpy().tobytes()
+        with pytest.raises(CorruptArchiveError, match="the second"):
+            model.step([3, 4], [0, 0])
+        assert driver.calls["instantiate"] == 1, "what is damaged is not built"
+        model.reset()
+        assert model.step([3], [0]).numpy().tobytes() == expected, "the others go on"
+        assert model.step([3, 4], [0, 0]).numpy().shape[0] == 2, "here the damage was in the reading"
     assert driver.held() == {}
 
 
@@ -91,7 +138,7 @@ def test_a_graph_that_is_refused_later_leaves_nothing_behind(
 
     decoding(monkeypatch, refused)
     with pytest.raises(CorruptArchiveError, match="the second"):
-        load(archive, lazy_graphs=True)
+        load(archive)
     assert driver.calls["instantiate"] == 1
     assert driver.held() == {}
 
