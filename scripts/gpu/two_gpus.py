@@ -146,8 +146,8 @@ group.close()
 
 KILLED = """
 import os, signal
-from graphpack import restore
-restore.verify_graphs = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+from graphpack import trials
+trials.verify_graphs = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
