@@ -320,9 +320,29 @@ class Driver(Library):
         self.check(status, name)
         return bytes(value)
 
-    def set_node_attribute(self, node: int, attribute: int, value: bytes) -> None:
-        padded = structs.AttributeValue.from_buffer_copy(value.ljust(64, b"\0"))
-        self._call("cuGraphKernelNodeSetAttribute", node, attribute, byref(padded))
+    def set_node_attributes(self, nodes: Sequence[int], attributes: Sequence[int], values: np.ndarray) -> None:
+        """The launch attribute `attributes[i]` of the kernel node `nodes[i]` becomes `values[i]`, uint8 `[n, 64]`."""
+        self._each_attribute("cuGraphKernelNodeSetAttribute", nodes, attributes, values)
+
+    def node_attributes(self, nodes: Sequence[int], attributes: Sequence[int]) -> tuple[np.ndarray, list[int]]:
+        """Launch attributes of kernel nodes, uint8 `[n, 64]`, and the rows of those that this driver cannot read."""
+        values = np.zeros((len(nodes), 64), np.uint8)
+        name = "cuGraphKernelNodeGetAttribute"
+        return values, self._each_attribute(name, nodes, attributes, values, structs.INVALID_VALUE)
+
+    def _each_attribute(
+        self, name: str, nodes: Sequence[int], attributes: Sequence[int], values: np.ndarray, allowed: int = 0
+    ) -> list[int]:
+        """The rows for which the call answers with the status `allowed`."""
+        call, address, found = self._function(name), values.ctypes.data, []
+        for row, (node, attribute) in enumerate(zip(nodes, attributes, strict=True)):
+            status = call(node, attribute, address)
+            if status:
+                if status != allowed:
+                    self.check(status, name)
+                found.append(row)
+            address += 64
+        return found
 
     def instantiate(self, graph: int) -> int:
         return self._handle("cuGraphInstantiateWithFlags", graph, 0)

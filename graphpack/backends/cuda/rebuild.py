@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -29,11 +29,10 @@ def build_graph(
     graph = driver.create_graph()
     try:
         nodes = _add_nodes(driver, graph, columns, functions, bases, context)
-        attributes = _attribute_rows(columns, nodes)
-        for node, attribute, value in attributes:
-            driver.set_node_attribute(node, attribute, value)
+        attributes = _Attributes(columns.attributes, nodes)
+        driver.set_node_attributes(attributes.nodes, attributes.ids, attributes.values)
         _add_edges(driver, graph, columns.edges, nodes)
-        problems = _edge_problems(driver, graph, columns.edges, nodes) + _attribute_problems(driver, attributes)
+        problems = _edge_problems(driver, graph, columns.edges, nodes) + attributes.problems(driver)
         if problems:
             raise GraphpackError("the driver made another graph than the recorded one", problems)
     except BaseException:
@@ -117,13 +116,26 @@ def _memcpy_params(row: np.void, bases: np.ndarray) -> structs.Memcpy3D:
     return params
 
 
-def _attribute_rows(columns: c.GraphColumns, nodes: np.ndarray) -> list[tuple[int, int, bytes]]:
-    """Node handle, id and value of each attribute to set, the value as long as the attribute."""
-    rows = columns.attributes
-    ids = rows["id"].tolist()
-    values = np.ascontiguousarray(rows["value"]).tobytes()
-    parts = [values[16 * i : 16 * i + KEPT[attribute].size] for i, attribute in enumerate(ids)]
-    return list(zip(nodes[rows["node"]].tolist(), ids, parts, strict=True))
+class _Attributes:
+    """The launch attributes to set, row by row: node handles, ids, and values as the driver takes them."""
+
+    def __init__(self, rows: np.ndarray, nodes: np.ndarray) -> None:
+        self.nodes, self.ids = nodes[rows["node"]].tolist(), rows["id"].tolist()
+        self.values = np.zeros((len(rows), 64), np.uint8)
+        self.values[:, :16] = np.ascontiguousarray(rows["value"]).view(np.uint8).reshape(-1, 16)
+
+    def problems(self, driver: Driver) -> list[Problem]:
+        """What the driver has of them, where that is something else."""
+        here, unreadable = driver.node_attributes(self.nodes, self.ids)
+        sizes = np.array([KEPT[attribute].size for attribute in self.ids], np.int64)
+        # What lies behind an attribute's own bytes has no meaning.
+        differs = ((here != self.values) & (np.arange(64) < sizes[:, None])).any(axis=1)
+        problems = []
+        for row in sorted({*np.flatnonzero(differs).tolist(), *unreadable}):
+            wanted, found = (values[row, : sizes[row]].tobytes().hex() for values in (self.values, here))
+            where = f"attributes[{row}], {KEPT[self.ids[row]].name}"
+            problems.append(Problem(where, wanted, "cannot be read" if row in unreadable else found))
+        return problems
 
 
 def _records(edges: np.ndarray) -> np.ndarray:
@@ -158,14 +170,3 @@ def _edge_problems(driver: Driver, graph: int, edges: np.ndarray, nodes: np.ndar
         return [Problem("edges", str(len(edges)), str(len(found)))]
     first = int((found != edges).argmax())
     return [Problem(f"edges[{first}]", str(edges[first]), str(found[first]))]
-
-
-def _attribute_problems(driver: Driver, attributes: Sequence[tuple[int, int, bytes]]) -> list[Problem]:
-    problems = []
-    for position, (node, attribute, wanted) in enumerate(attributes):
-        value = driver.node_attribute(node, attribute)
-        here = value[: len(wanted)] if value is not None else b""
-        if here != wanted:
-            where = f"attributes[{position}], {KEPT[attribute].name}"
-            problems.append(Problem(where, wanted.hex(), here.hex() or "cannot be read"))
-    return problems

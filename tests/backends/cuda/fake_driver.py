@@ -493,14 +493,19 @@ class FakeDriver(Driver):
     def node_attribute(self, node: int, attribute: int) -> bytes | None:
         return self.nodes[node].attributes.get(attribute, bytes(64))
 
-    def set_node_attribute(self, node: int, attribute: int, value: bytes) -> None:
-        self._enter("set_node_attribute")
-        if attribute == 4:
-            _, row, _ = self.nodes[node].details
-            cluster = np.frombuffer(value[:12], "<u4")
-            if (row["grid"] % cluster).any():
-                self._fail("cuGraphKernelNodeSetAttribute", 1)
-        self.nodes[node].attributes[attribute] = value.ljust(64, b"\0")
+    def node_attributes(self, nodes: Sequence[int], attributes: Sequence[int]) -> tuple[np.ndarray, list[int]]:
+        found = [self.node_attribute(*pair) for pair in zip(nodes, attributes, strict=True)]
+        values = np.frombuffer(b"".join(value or bytes(64) for value in found), np.uint8).reshape(-1, 64)
+        return values, [row for row, value in enumerate(found) if value is None]
+
+    def set_node_attributes(self, nodes: Sequence[int], attributes: Sequence[int], values: np.ndarray) -> None:
+        self._enter("set_node_attributes")
+        for node, attribute, value in zip(nodes, attributes, values, strict=True):
+            if attribute == 4:
+                _, row, _ = self.nodes[node].details
+                if (row["grid"] % value[:12].view("<u4")).any():
+                    self._fail("cuGraphKernelNodeSetAttribute", 1)
+            self.nodes[node].attributes[attribute] = value.tobytes()
 
     def instantiate(self, graph: int) -> int:
         self._enter("instantiate")

@@ -97,8 +97,13 @@ class SwapsEnds(FakeDriver):
 
 
 class ForgetsAttributes(FakeDriver):
-    def set_node_attribute(self, node: int, attribute: int, value: bytes) -> None:
+    def set_node_attributes(self, nodes: Any, attributes: Any, values: np.ndarray) -> None:
         self.calls["forgotten"] += 1
+
+
+class CannotReadAttributes(FakeDriver):
+    def node_attribute(self, node: int, attribute: int) -> None:
+        self.calls["unreadable"] += 1
 
 
 @pytest.mark.parametrize(
@@ -107,7 +112,11 @@ class ForgetsAttributes(FakeDriver):
         (OneRecordForAll, "edges[1]"),
         (LosesAnEdge, "edges: archived 5, here 3"),
         (SwapsEnds, "edges[0]"),
-        (ForgetsAttributes, "attributes[0], cluster dimension"),
+        (ForgetsAttributes, "attributes[0], cluster dimension: archived 020000000100000001000000, here 000000000000"),
+        (
+            CannotReadAttributes,
+            "attributes[0], cluster dimension: archived 020000000100000001000000, here cannot be read",
+        ),
     ],
 )
 def test_what_the_driver_made_differently_is_noticed(broken: type[FakeDriver], what: str) -> None:

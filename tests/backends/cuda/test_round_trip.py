@@ -222,7 +222,7 @@ def test_launches_in_clusters(captured: CapturingDriver) -> None:
 
 def test_clusters_that_the_device_forgets_are_noticed(captured: CapturingDriver) -> None:
     class Forgets(FakeDriver):
-        def set_node_attribute(self, node: int, attribute: int, value: bytes) -> None:
+        def set_node_attributes(self, nodes: Any, attributes: Any, values: np.ndarray) -> None:
             self.calls["forgotten"] += 1
 
     captured.functions[1] = function("nvjet", "nvjet", module=1)
