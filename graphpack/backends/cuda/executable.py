@@ -98,8 +98,9 @@ class CudaGraph:
         """Build and instantiate, unless that was done."""
         if self._executable:
             return
-        columns = self._columns()
-        self._graph = build_graph(self._driver, columns, self._functions, self._memory.addresses, self._context)
+        if not self._graph:
+            columns = self._columns()
+            self._graph = build_graph(self._driver, columns, self._functions, self._memory.addresses, self._context)
         self._executable = self._driver.instantiate(self._graph)
 
     def prepare_step(self) -> None:

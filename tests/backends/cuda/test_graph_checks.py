@@ -14,9 +14,12 @@ from graphpack import load, restore
 from graphpack.archive.record import Record
 from graphpack.archive.store import Archive
 from graphpack.backends.cuda import columns, graphs_check, images
+from graphpack.backends.cuda import restore as cuda_restore
 from graphpack.backends.cuda.columns import GraphColumns
 from graphpack.backends.cuda.graphs_check import GraphChecks, check_graphs
+from graphpack.backends.cuda.libcuda import CudaError
 from graphpack.backends.cuda.restore import CudaBackend
+from graphpack.backends.cuda.structs import OUT_OF_MEMORY
 from graphpack.errors import CorruptArchiveError, Problem
 from tests.backends.cuda.kept import ARCHIVES, AnsweringDriver, record_of, replayable
 
@@ -126,6 +129,52 @@ def test_a_damaged_graph_is_refused_when_it_is_used(
         model.reset()
         assert model.step([3], [0]).numpy().tobytes() == expected, "the others go on"
         assert model.step([3, 4], [0, 0]).numpy().shape[0] == 2, "here the damage was in the reading"
+    assert driver.held() == {}
+
+
+def failing_once(driver: AnsweringDriver, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has no room for what `call` makes, the first time."""
+    make, calls = getattr(driver, call), []
+
+    def made(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 1:
+            raise CudaError(call, OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY")
+        return make(*given)
+
+    monkeypatch.setattr(driver, call, made)
+
+
+@pytest.mark.parametrize("call", ["kernel_of_library", "instantiate"])
+def test_what_fails_at_first_use_can_be_tried_again(
+    archive: Path, driver: AnsweringDriver, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """With all images of the graph, and nothing of the first attempt left behind."""
+    with load(archive) as model:
+        expected = model.step([3, 4], [0, 0]).numpy().tobytes()
+        assert {*model.record.graphs[1].images} - {*model.record.graphs[0].images}
+    with load(archive, lazy_graphs=True) as model:
+        failing_once(driver, call, monkeypatch)
+        with pytest.raises(CudaError, match="OUT_OF_MEMORY"):
+            model.step([3, 4], [0, 0])
+        assert model.step([3, 4], [0, 0]).numpy().tobytes() == expected
+    assert driver.held() == {}
+
+
+def test_graphs_that_contradict_each_other_do_so_again(
+    archive: Path, driver: AnsweringDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def contradicting(graphs: Any) -> Any:
+        if len([*graphs]) > 1:
+            raise CorruptArchiveError("the graphs of an entry contradict each other", [Problem("a kernel")])
+        return images.needs_of([])
+
+    with load(archive, lazy_graphs=True) as model:
+        monkeypatch.setattr(cuda_restore, "needs_of", contradicting)
+        for _ in range(2):
+            with pytest.raises(CorruptArchiveError, match="contradict"):
+                model.step([3, 4], [0, 0])
+        assert driver.calls["instantiate"] == 1
     assert driver.held() == {}
 
 
