@@ -202,8 +202,7 @@ def _columns(reader: Any, data: memoryview) -> tuple[dict[str, Plain | memoryvie
     packer = msgpack.Packer(use_bin_type=True)
     found: dict[str, Plain | memoryview] = {}
     begin = reader.tell()
-    members = reader.read_map_header()
-    if members > CONTAINER_LIMIT:
+    if (members := reader.read_map_header()) > CONTAINER_LIMIT:
         raise ValueError(f"a map of {members} members, more than {CONTAINER_LIMIT}")
     at = reader.tell() - begin
     canonical = data[:at] == packer.pack_map_header(members)
