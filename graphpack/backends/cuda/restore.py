@@ -227,6 +227,7 @@ class CudaSession:
 
     def close(self) -> None:
         """Closing twice is fine."""
-        # The memory refers to this session as well: what both hold would stay until Python looks for such circles.
-        self._memory = None
+        # The memory refers to this session as well: what both hold would stay until Python looks for such circles. Who
+        # keeps a closed model keeps no graphs.
+        self._memory = self._checks = None
         self._undo.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -249,3 +250,38 @@ def test_problems_of_all_graphs_come_together(entry: tuple[Record, Mapping[str, 
             ask()
         places = [problem.where for problem in refused.value.problems]
         assert places == [f"graphs[{position}].nodes" for position in range(len(record.graphs))]
+
+
+def test_lazy_graphs_keep_what_they_are_checked_with_until_they_have_been(
+    entry: tuple[Record, Mapping[str, bytes]],
+) -> None:
+    record, blobs = entry
+    checks = GraphChecks(record, blobs, lazy=True)
+    checks.every()
+    needed = {digest for graph in record.graphs for digest in (graph.object, *graph.images)}
+    assert {*checks._blobs} == needed < {*blobs}, "goldens are not needed"
+    for graph in record.graphs:
+        assert checks.later
+        checks.of(graph.bucket)
+    assert checks.later == len(checks._blobs) == 0
+    assert graph.bucket in checks.of(graph.bucket).columns
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_closed_model_keeps_no_graphs(
+    archive: Path, driver: AnsweringDriver, monkeypatch: pytest.MonkeyPatch, *, lazy: bool
+) -> None:
+    made: list[weakref.ref[GraphChecks]] = []
+
+    class Noted(GraphChecks):
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **options)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(cuda_restore, "GraphChecks", Noted)
+    with load(archive, lazy_graphs=lazy) as model:
+        model.step([3, 4], [0, 0])
+        assert [one() is None for one in made] == [False]
+    assert [one() for one in made] == [None]
+    model.close()
+    assert driver.held() == {}
