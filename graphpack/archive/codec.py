@@ -202,7 +202,8 @@ def _columns(reader: Any, data: memoryview) -> tuple[dict[str, Plain | memoryvie
     packer = msgpack.Packer(use_bin_type=True)
     found: dict[str, Plain | memoryview] = {}
     begin = reader.tell()
-    members = reader.read_map_header()
+    if (members := reader.read_map_header()) > CONTAINER_LIMIT:
+        raise ValueError(f"a map of {members} members, more than {CONTAINER_LIMIT}")
     at = reader.tell() - begin
     canonical = data[:at] == packer.pack_map_header(members)
     for _ in range(members):
@@ -212,7 +213,7 @@ def _columns(reader: Any, data: memoryview) -> tuple[dict[str, Plain | memoryvie
         head = _BINARY_HEADS.get(data[at]) if at < len(data) else None
         if head is None:
             value = reader.unpack()
-            _check((value,), COUNT_LIMIT)
+            _check((value,), COUNT_LIMIT, depth=1)
             end = reader.tell() - begin
             canonical &= data[before:end] == packer.pack(key) + packer.pack(value)
         else:

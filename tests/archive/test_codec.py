@@ -264,6 +264,22 @@ def test_other_columns_are_refused(data: bytes) -> None:
     assert ColumnsReader().read(b"\x81\xa1a\xc4\x00", "FILE", 1 << 20) == {"a": b""}
 
 
+@pytest.mark.parametrize("levels", [codec.DEPTH_LIMIT, codec.DEPTH_LIMIT + 1])
+def test_columns_are_as_deep_as_any_document(levels: int) -> None:
+    data = b"\x81\xa1a" + b"\x91" * (levels - 1) + b"\xc0"
+    found, plain = both(data, ColumnsReader())
+    assert repr(found) == repr(plain)
+    assert (found is None) == (levels > codec.DEPTH_LIMIT)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_more_columns_than_a_map_may_have_are_not_read(more: int) -> None:
+    """What they would take of memory is known before."""
+    count = codec.CONTAINER_LIMIT + more
+    data = b"\xdf" + count.to_bytes(4, "big") + b"\xa1a\xc0" * 3
+    assert (f"a map of {count} members" in refused(ColumnsReader().read, data, "FILE", 100)) == bool(more)
+
+
 def test_columns_longer_than_their_limit() -> None:
     data = pack({"a": b"12345678"})
     assert ColumnsReader().read(data, "FILE", len(data)) == {"a": b"12345678"}

@@ -83,7 +83,7 @@ class Arena:
     def _map(self, address: int, size: int, spare: Spare | None) -> None:
         handle = spare.take((self._device, size)) if spare else None
         if handle is None:
-            handle = self._create(size)
+            handle = self._create(size, spare)
         try:
             self._driver.map_memory(address, size, handle)
         except BaseException:
@@ -92,13 +92,17 @@ class Arena:
         self._mapped.append((address, size, handle))
         self._driver.allow_access(address, size, self._device)
 
-    def _create(self, size: int) -> int:
+    def _create(self, size: int, spare: Spare | None) -> int:
         try:
             return self._driver.create_memory(size, self._device)
         except CudaError as error:
             if error.status != OUT_OF_MEMORY:
                 raise
-            raise _too_little(self._needed, error.name) from error
+            if spare is None:
+                raise _too_little(self._needed, error.name) from error
+        # What is spare and does not fit is memory of the device, too.
+        spare.close()
+        return self._create(size, None)
 
     def unmap(self, spare: Spare | None = None) -> None:
         """Give the memory back, or to `spare`, and keep the addresses. Nothing may use it until `map`."""

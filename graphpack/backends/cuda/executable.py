@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from graphpack.backends.cuda.driver import Driver
 from graphpack.backends.cuda.images import Identity
 from graphpack.backends.cuda.rebuild import build_graph
 from graphpack.dtypes import DTYPES
+from graphpack.errors import ClosedError
 from graphpack.graph import TensorSpec
 
 _ALIGNMENT = 256
@@ -98,8 +100,9 @@ class CudaGraph:
         """Build and instantiate, unless that was done."""
         if self._executable:
             return
-        columns = self._columns()
-        self._graph = build_graph(self._driver, columns, self._functions, self._memory.addresses, self._context)
+        if not self._graph:
+            columns = self._columns()
+            self._graph = build_graph(self._driver, columns, self._functions, self._memory.addresses, self._context)
         self._executable = self._driver.instantiate(self._graph)
 
     def prepare_step(self) -> None:
@@ -127,7 +130,12 @@ class CudaGraph:
         """Closing twice is fine."""
         executable, graph = self._executable, self._graph
         self._executable = self._graph = 0
+        self._columns = _closed
         if executable:
             self._driver.destroy_executable(executable)
         if graph:
             self._driver.destroy_graph(graph)
+
+
+def _closed() -> NoReturn:
+    raise ClosedError("the graph was closed")

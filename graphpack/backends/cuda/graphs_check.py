@@ -44,6 +44,10 @@ class GraphChecks:
         self._record, self._blobs = record, blobs
         self._buckets = sorted(graph.bucket for graph in record.graphs)
         self._lazy = lazy and not graphs_of(record) and len(self._buckets) > 1
+        if self._lazy:
+            # No others are kept for as long as a graph may be asked for.
+            needed = {digest for graph in record.graphs for digest in (graph.object, *graph.images)}
+            self._blobs = {digest: blobs[digest] for digest in needed}
         self._later: dict[Bucket, CheckedGraphs] = {}
         self._smallest: Future[CheckedGraphs] = Future()
         pool = ThreadPoolExecutor(1, "graphpack-check")
@@ -87,6 +91,8 @@ class GraphChecks:
             return self.every()
         if bucket not in self._later:
             self._later[bucket] = check_graphs(self._record, self._blobs, only=bucket)
+            if not self.later:
+                self._blobs = {}
         return self._later[bucket]
 
 

@@ -143,8 +143,10 @@ class Images:
                     raise
                 problems.append(Problem(where, f"kernel {shown(name)}", "not in the image"))
                 continue
-            problems += [Problem(where, shown(name), here) for here in self._set_up(function, need)]
-            self.functions[digest, name], self._needs[digest, name] = function, need
+            wrong = self._set_up(function, need)
+            problems += [Problem(where, shown(name), here) for here in wrong]
+            if not wrong:
+                self.functions[digest, name], self._needs[digest, name] = function, need
         return problems
 
     def _set_up(self, function: int, need: KernelNeed) -> list[str]:

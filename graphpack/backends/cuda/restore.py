@@ -169,10 +169,11 @@ class CudaSession:
 
         def load(checked: CheckedGraphs) -> CheckedGraphs:
             if not any(one is checked for one in loaded):
-                loaded.append(checked)
                 contents = {digest: code[blob] for digest, blob in checked.images.items()}
                 files = {digest: blob_file(blob) for digest, blob in checked.images.items()}
-                images.load(contents, needs_of(columns for one in loaded for columns in one.every()), files)
+                needs = needs_of(columns for one in (*loaded, checked) for columns in one.every())
+                images.load(contents, needs, files)
+                loaded.append(checked)
                 device.driver.set_context(device.context)
             return checked
 
@@ -226,6 +227,7 @@ class CudaSession:
 
     def close(self) -> None:
         """Closing twice is fine."""
-        # The memory refers to this session as well: what both hold would stay until Python looks for such circles.
-        self._memory = None
+        # The memory refers to this session as well: what both hold would stay until Python looks for such circles. Who
+        # keeps a closed model keeps no graphs.
+        self._memory = self._checks = None
         self._undo.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 
@@ -127,6 +128,27 @@ def test_memory_is_handed_over_as_far_as_it_fits(driver: FakeDriver) -> None:
     other.close()
     first.close()
     assert driver.held() == {}
+
+
+@pytest.mark.parametrize("free", [0, 2 * MIB])
+def test_what_is_spare_and_does_not_fit_is_free(driver: FakeDriver, free: int) -> None:
+    """As `check_room` counts it; where there is room without, it stays for whoever it fits."""
+    first = Arena(driver, 0, layout(), place(layout(), {}))
+    other = Arena(driver, 0, layout(), place(layout(), {}))
+    other.unmap()
+    (start, size), (behind, _) = other._parts
+    other._parts = [(start, size), (behind, 2 * MIB)]
+    driver.free = free
+    with closing(Spare()) as spare:
+        first.unmap(spare)
+        other.map(spare=spare)
+        assert driver.mapped.keys() == {start, behind}
+        assert driver.free == (2 * MIB if free == 0 else 0)
+        assert (spare.take((0, size)) is None) == (free == 0)
+    driver.free = 0
+    with closing(Spare()) as spare, pytest.raises(StorageError, match="too little free memory"):
+        first.map(spare=spare)
+    assert driver.mapped.keys() == {start, behind}, "all of it or none"
 
 
 def test_what_was_handed_over_is_given_back_by_who_fails(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,12 @@ from graphpack import load, restore
 from graphpack.archive.record import Record
 from graphpack.archive.store import Archive
 from graphpack.backends.cuda import columns, graphs_check, images
+from graphpack.backends.cuda import restore as cuda_restore
 from graphpack.backends.cuda.columns import GraphColumns
 from graphpack.backends.cuda.graphs_check import GraphChecks, check_graphs
+from graphpack.backends.cuda.libcuda import CudaError
 from graphpack.backends.cuda.restore import CudaBackend
+from graphpack.backends.cuda.structs import OUT_OF_MEMORY
 from graphpack.errors import CorruptArchiveError, Problem
 from tests.backends.cuda.kept import ARCHIVES, AnsweringDriver, record_of, replayable
 
@@ -129,6 +133,52 @@ def test_a_damaged_graph_is_refused_when_it_is_used(
     assert driver.held() == {}
 
 
+def failing_once(driver: AnsweringDriver, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has no room for what `call` makes, the first time."""
+    make, calls = getattr(driver, call), []
+
+    def made(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 1:
+            raise CudaError(call, OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY")
+        return make(*given)
+
+    monkeypatch.setattr(driver, call, made)
+
+
+@pytest.mark.parametrize("call", ["kernel_of_library", "instantiate"])
+def test_what_fails_at_first_use_can_be_tried_again(
+    archive: Path, driver: AnsweringDriver, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """With all images of the graph, and nothing of the first attempt left behind."""
+    with load(archive) as model:
+        expected = model.step([3, 4], [0, 0]).numpy().tobytes()
+        assert {*model.record.graphs[1].images} - {*model.record.graphs[0].images}
+    with load(archive, lazy_graphs=True) as model:
+        failing_once(driver, call, monkeypatch)
+        with pytest.raises(CudaError, match="OUT_OF_MEMORY"):
+            model.step([3, 4], [0, 0])
+        assert model.step([3, 4], [0, 0]).numpy().tobytes() == expected
+    assert driver.held() == {}
+
+
+def test_graphs_that_contradict_each_other_do_so_again(
+    archive: Path, driver: AnsweringDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def contradicting(graphs: Any) -> Any:
+        if len([*graphs]) > 1:
+            raise CorruptArchiveError("the graphs of an entry contradict each other", [Problem("a kernel")])
+        return images.needs_of([])
+
+    with load(archive, lazy_graphs=True) as model:
+        monkeypatch.setattr(cuda_restore, "needs_of", contradicting)
+        for _ in range(2):
+            with pytest.raises(CorruptArchiveError, match="contradict"):
+                model.step([3, 4], [0, 0])
+        assert driver.calls["instantiate"] == 1
+    assert driver.held() == {}
+
+
 def test_a_graph_that_is_refused_later_leaves_nothing_behind(
     archive: Path, driver: AnsweringDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,3 +250,38 @@ def test_problems_of_all_graphs_come_together(entry: tuple[Record, Mapping[str, 
             ask()
         places = [problem.where for problem in refused.value.problems]
         assert places == [f"graphs[{position}].nodes" for position in range(len(record.graphs))]
+
+
+def test_lazy_graphs_keep_what_they_are_checked_with_until_they_have_been(
+    entry: tuple[Record, Mapping[str, bytes]],
+) -> None:
+    record, blobs = entry
+    checks = GraphChecks(record, blobs, lazy=True)
+    checks.every()
+    needed = {digest for graph in record.graphs for digest in (graph.object, *graph.images)}
+    assert {*checks._blobs} == needed < {*blobs}, "goldens are not needed"
+    for graph in record.graphs:
+        assert checks.later
+        checks.of(graph.bucket)
+    assert checks.later == len(checks._blobs) == 0
+    assert graph.bucket in checks.of(graph.bucket).columns
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_closed_model_keeps_no_graphs(
+    archive: Path, driver: AnsweringDriver, monkeypatch: pytest.MonkeyPatch, *, lazy: bool
+) -> None:
+    made: list[weakref.ref[GraphChecks]] = []
+
+    class Noted(GraphChecks):
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **options)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(cuda_restore, "GraphChecks", Noted)
+    with load(archive, lazy_graphs=lazy) as model:
+        model.step([3, 4], [0, 0])
+        assert [one() is None for one in made] == [False]
+    assert [one() for one in made] == [None]
+    model.close()
+    assert driver.held() == {}

@@ -132,6 +132,21 @@ def test_what_is_wrong_with_images_comes_all_at_once(driver: FakeDriver) -> None
     assert "the driver refuses it: CUDA_ERROR_INVALID_IMAGE" in text
 
 
+def test_what_was_refused_is_refused_again(driver: FakeDriver) -> None:
+    """Graphs that are checked at first use are asked for again after an error."""
+    other = image({"add": {"parameters": [[0, 8]], "add": 1}})
+    contents, needs = {digest(other): other}, {(digest(other), "add"): NEED}
+    images = Images(driver, 0, 1)
+    for _ in range(2):
+        with pytest.raises(CorruptArchiveError, match="has parameters at"):
+            images.load(contents, needs, {digest(other): "image"})
+        assert images.functions == {}
+    images.load(contents, {(digest(other), "add"): replace(NEED, parameters=(0, 8))}, {digest(other): "image"})
+    assert images.functions.keys() == needs.keys()
+    images.close()
+    assert driver.held() == {}
+
+
 @pytest.mark.parametrize("static", [0, 1024])
 def test_more_shared_memory_than_the_device_has_is_refused(driver: FakeDriver, static: int) -> None:
     driver.static_shared = static
