@@ -39,6 +39,6 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def new_archive(base: Path, tmp_path: Path) -> Callable[[], Path]:
-    """Makes copies of the golden archive."""
+    """Makes copies of `base`, which is the golden archive where a module has no other."""
     count = iter(range(1000))
     return lambda: clone(base, tmp_path / f"archive{next(count)}")

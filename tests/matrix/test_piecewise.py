@@ -13,7 +13,6 @@ from tests.matrix import rows_piecewise
 from tests.matrix.fields import fields_of
 from tests.matrix.reading import answers, check_row, check_twin
 from tests.matrix.row import Row
-from tests.matrix.sealing import clone
 
 KEPT = Path(__file__).parents[1] / "archives" / "cpu-piecewise-1.1"
 
@@ -22,13 +21,6 @@ KEPT = Path(__file__).parents[1] / "archives" / "cpu-piecewise-1.1"
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The kept archive. Nobody writes into it."""
     return Path(shutil.copytree(KEPT, tmp_path_factory.mktemp("piecewise") / "base"))
-
-
-@pytest.fixture
-def new_archive(base: Path, tmp_path: Path) -> Callable[[], Path]:
-    """Makes copies of the kept archive."""
-    count = iter(range(1000))
-    return lambda: clone(base, tmp_path / f"archive{next(count)}")
 
 
 @pytest.mark.parametrize("row", rows_piecewise.ROWS, ids=lambda row: row.title)

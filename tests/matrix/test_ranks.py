@@ -18,7 +18,7 @@ from tests.matrix import rows_ranks
 from tests.matrix.fields import fields_of
 from tests.matrix.reading import answers, assert_says, read, words
 from tests.matrix.row import Row
-from tests.matrix.sealing import apply, clone
+from tests.matrix.sealing import apply
 
 KEPT = Path(__file__).parents[1] / "archives" / "cpu-ranks-1.1"
 
@@ -27,13 +27,6 @@ KEPT = Path(__file__).parents[1] / "archives" / "cpu-ranks-1.1"
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The kept archive. Nobody writes into it."""
     return Path(shutil.copytree(KEPT, tmp_path_factory.mktemp("ranks") / "base"))
-
-
-@pytest.fixture
-def new_archive(base: Path, tmp_path: Path) -> Callable[[], Path]:
-    """Makes copies of the kept archive."""
-    count = iter(range(1000))
-    return lambda: clone(base, tmp_path / f"archive{next(count)}")
 
 
 @pytest.fixture(autouse=True)

@@ -55,7 +55,7 @@ def leaf_digests(
         library = driver.load_library(address_of(code))
         undo.callback(driver.unload_library, library)
         function = driver.kernel_function(driver.kernel_of_library(library, KERNEL))
-        table = undo.enter_context(_memory(driver, device, leaves.nbytes + words.nbytes))
+        table = undo.enter_context(device_bytes(driver, device, leaves.nbytes + words.nbytes))
         digests = table + leaves.nbytes
         driver.copy_to_device(table, int(leaves.ctypes.data), leaves.nbytes)
         # The copy was in the order of another stream, and may be on its way still.
@@ -82,7 +82,7 @@ def _leaves(parts: Sequence[tuple[int, int]]) -> np.ndarray:
 
 
 @contextmanager
-def _memory(driver: Driver, device: int, size: int) -> Iterator[int]:
+def device_bytes(driver: Driver, device: int, size: int) -> Iterator[int]:
     """The address of `size` bytes, which are given back at the end."""
     granularity = driver.granularity(device)
     size = -(-size // granularity) * granularity
