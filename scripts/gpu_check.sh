@@ -73,9 +73,9 @@ while [ "$#" -gt 0 ]; do
         pool) stage pool 120 "$PYTHON" scripts/gpu/pool.py ;;
         compile) stage compile 240 "$PYTHON" scripts/gpu/smoke.py --compile ;;
         piecewise-parts) stage piecewise-parts 240 "$PYTHON" scripts/gpu/piecewise_parts.py ;;
-        piecewise) stage piecewise 420 "$PYTHON" scripts/gpu/piecewise.py ;;
+        piecewise) stage piecewise 560 "$PYTHON" scripts/gpu/piecewise.py ;;
         piecewise-right) stage piecewise-right 200 "$PYTHON" scripts/gpu/piecewise.py right ;;
-        piecewise-fast) stage piecewise-fast 300 "$PYTHON" scripts/gpu/piecewise.py fast ;;
+        piecewise-fast) stage piecewise-fast 420 "$PYTHON" scripts/gpu/piecewise.py fast ;;
         archives) stage archives 240 "$PYTHON" scripts/gpu/archives.py ;;
         real)
             install_missing gguf:gguf accelerate:accelerate psutil:psutil tokenizers:tokenizers tqdm:tqdm

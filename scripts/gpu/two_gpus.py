@@ -4,7 +4,8 @@
 
 Models are qwen3-0.6b and llama-3.2-1b, unless named. For each: `save` in two processes; both restored and verified in
 new ones; 128 greedy tokens after prompts of 16 and 64, by two more and by the model itself, run by torch on one GPU;
-how long all of it took. Then one of two ranks is killed in a load. `cpu` is to try it out there, with tiny-qwen3.
+how long all of it took. Then one of two ranks is killed, in a load and in a capture. `cpu` is to try it out there, with
+tiny-qwen3.
 
 In half precision two GPUs round otherwise than one; with `float32` both hardly do. Where a text of theirs leaves that
 of one GPU, the figures say after how many tokens, and how far the two best logits of the one GPU are apart there,
@@ -144,10 +145,21 @@ print(json.dumps({"joined s": joined, "200 sums s": time.perf_counter() - start,
 group.close()
 """
 
-KILLED = """
+# Rank 1 dies before the proof of a load, and in the midst of a save's first forward pass; rank 0 waits in a sum.
+KILLED_IN_LOAD = """
 import os, signal
 from graphpack import trials
 trials.verify_graphs = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+"""
+KILLED_IN_CAPTURE = """
+import os, signal
+import torch.distributed
+sums, inner = [], torch.distributed.all_reduce
+def all_reduce(*given, **more):
+    sums.append(1)
+    if len(sums) == 3: os.kill(os.getpid(), signal.SIGKILL)
+    return inner(*given, **more)
+torch.distributed.all_reduce = all_reduce
 """
 
 
@@ -222,14 +234,25 @@ def two(report: Report) -> None:
                 report.put(f"{name}: rank {rank}, verified", one["verified"])
         with report.check(f"{name}: the tokens of one GPU"):
             _compare(report, name, archive, checkpoint)
-    with report.check("one of two ranks is killed"):
-        _killed(report, WORK / f"two-{MODELS[0]}")
+    with report.check("one of two ranks is killed in a load"):
+        arguments = ("load", str(WORK / f"two-{MODELS[0]}"), "--verify", "--format", "json")
+        _killed(report, "load", KILLED_IN_LOAD, *arguments)
+    with report.check("one of two ranks is killed in a capture"):
+        archive = WORK / "two-killed"
+        shutil.rmtree(archive, ignore_errors=True)
+        command = _save_command(MODELS[0], archive, WORK / f"two-{MODELS[0]}-weights")
+        _killed(report, "capture", KILLED_IN_CAPTURE, *command)
+        expect(not (archive / "index.json").exists(), "an entry was left")
+
+
+def _save_command(name: str, archive: Path, checkpoint: Path) -> list[str]:
+    options = ["--mode", "piecewise", "--device", DEVICE, "--batch-sizes", BATCHES, "--token-counts", COUNTS]
+    options += ["--seq-lens", str(SEQ_LEN), "--dtype", DTYPE, "--name", name, "--format", "json"]
+    return ["save", str(checkpoint), str(archive), *options]
 
 
 def _save(report: Report, name: str, archive: Path, checkpoint: Path) -> None:
-    options = ["--mode", "piecewise", "--device", DEVICE, "--batch-sizes", BATCHES, "--token-counts", COUNTS]
-    options += ["--seq-lens", str(SEQ_LEN), "--dtype", DTYPE, "--name", name, "--format", "json"]
-    ended = ranks([GRAPHPACK] * SIZE, "save", str(checkpoint), str(archive), *options)
+    ended = ranks([GRAPHPACK] * SIZE, *_save_command(name, archive, checkpoint))
     saved = answers(ended)
     report.put(f"{name}: save s", [round(seconds, 2) for *_, seconds in ended])
     report.put(f"{name}: stages", saved[0]["stages"])
@@ -261,16 +284,14 @@ def _tolerance(archive: Path) -> float:
     return max(graph.tolerance for entry in Archive.open(archive).find(None) for graph in graphs_of(entry.record))
 
 
-def _killed(report: Report, archive: Path) -> None:
-    """Rank 1 dies where rank 0 already waits for it in a sum."""
-    arguments = ("load", str(archive), "--verify", "--format", "json")
-    programs = [GRAPHPACK, KILLED + GRAPHPACK]
-    (code, out, err, other), (killed, _, _, died) = ranks(programs, *arguments, timeout=120)
+def _killed(report: Report, where: str, dies: str, *arguments: str) -> None:
+    """Rank 1 dies, and rank 0 says so in time."""
+    (code, out, err, other), (killed, _, _, died) = ranks([GRAPHPACK, dies + GRAPHPACK], *arguments, timeout=120)
     expect(killed == -signal.SIGKILL, f"rank 1 ended with {killed}")
-    report.put("the other one ended after s", round(other - died, 2))
+    report.put(f"{where}: the other one ended after s", round(other - died, 2))
     expect(out.strip().startswith("{"), f"status {code}, without an answer: {err[-3000:]}")
     error = json.loads(out)["error"]
-    report.put("the other one says", error)
+    report.put(f"{where}: the other one says", error)
     expect(code == 12 and "rank 1 of 2" in error["message"], str(error))
     expect(other - died < LIMIT, f"after {other - died:.1f} s")
 
