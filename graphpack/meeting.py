@@ -25,7 +25,9 @@ def meet(place: Place, seconds: float) -> Any:
         store = TCPStore(place.address, place.port, size, mine, timeout, wait_for_workers=False, multi_tenant=True)
     except (RuntimeError, ValueError) as error:
         raise _refused(place, error, "let MASTER_ADDR and MASTER_PORT name a free port of this host") from error
-    return PrefixStore("graphpack", store)
+    # The store of `torchrun` outlives programs: what earlier ones told there is not for this one.
+    count = store.add(f"graphpack/met/{place.part.rank}", 1)
+    return PrefixStore(f"graphpack/{count}", store)
 
 
 def _check_name(place: Place, _seconds: float) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from graphpack.archive.store import Archive
 from graphpack.graph import Bucket
 from graphpack.models.presets import make_checkpoint
 from graphpack.models.registry import resolve
+from graphpack.proof import free_port
+from tests.capture.saved import ROOT, environment
 from tests.generate.tokenizers_for_tests import byte_level
 from tests.ranks.conftest import BATCH, GRAPHPACK, KEPT, SEQ_LEN, SIZE, Ended, Ranks
 
@@ -399,6 +403,22 @@ def assert_ends_with(ended: list[Ended], killed: int) -> None:
     assert error["message"].startswith(f"rank {killed} of 2 ")
     assert other.seconds - ended[killed].seconds < LIMIT
     assert json.dumps(error["problems"]).count(f"rank {killed}") == 1
+
+
+TWICE = """
+import subprocess, sys
+for _ in range(2):
+    subprocess.run([sys.executable, "-m", "graphpack", "load", *sys.argv[1:]], check=True, stdout=subprocess.DEVNULL)
+"""
+
+
+def test_torchrun_can_run_one_command_after_the_other(kept: Path, tmp_path: Path) -> None:
+    """Its store has what the first one told."""
+    (tmp_path / "twice.py").write_text(TWICE)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(SIZE)]
+    command = [*torchrun, "--master-port", str(free_port()), str(tmp_path / "twice.py"), str(kept)]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 ALONE = (
