@@ -6,15 +6,17 @@ like everything else; what a step gives before the prompt's last token is not us
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
 from graphpack.errors import InputError, Problem
 from graphpack.graph import is_decode
+from graphpack.ranks import company_of
 from graphpack.replay import RestoredModel
 from graphpack.sampling import Sampling, choose
 from graphpack.texts import Continuation, Finish
@@ -59,11 +61,22 @@ def generate(
     which must be free; the others wait. A text does not depend on the others, but for how batch sizes round. Seconds
     count from the call.
 
-    Raises InputError for prompts that cannot be decoded, before anything runs, and what `RestoredModel.step` raises.
+    Raises InputError for prompts that cannot be decoded, before anything runs, LayoutMismatchError on all ranks of a
+    model if one was asked for other texts, and what `RestoredModel.step` raises.
     """
     start = time.perf_counter()
-    seq_len = _check(model, prompts, max_tokens)
     sampling, stop = sampling or Sampling(), frozenset(stop)
+    company_of(model.record).agree(
+        "generate",
+        {
+            "prompts": hashlib.sha256(repr([[*map(int, prompt)] for prompt in prompts]).encode()).hexdigest(),
+            "max_tokens": max_tokens,
+            "stop": sorted(stop),
+            "sampling": asdict(sampling),
+            "fallback": fallback,
+        },
+    )
+    seq_len = _check(model, prompts, max_tokens)
     room = model.slots if fallback == "eager" else min(model.slots, max(b.batch_size for b in model.buckets))
     waiting = deque(enumerate(prompts))
     rows: list[_Row] = []

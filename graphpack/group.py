@@ -23,7 +23,7 @@ import torch
 from torch import distributed
 
 # torch documents these names here, and does not tell type checkers.
-from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
 
 from graphpack.archive.ranks import Part
 from graphpack.errors import (
@@ -35,8 +35,9 @@ from graphpack.errors import (
     WeightsMismatchError,
     from_dict,
 )
+from graphpack.meeting import meet
 from graphpack.models.operations import BROKEN
-from graphpack.ranks import Place
+from graphpack.ranks import JOINED, Company, Place
 from graphpack.schema import shown
 
 BEAT_SECONDS = 1.0
@@ -69,7 +70,7 @@ class Group:
         self._ended: GraphpackError | None = None
         self._armed = self._deaf = False
         self._over = threading.Event()
-        self._store = _meet(place)
+        self._store = meet(place, JOIN_SECONDS)
         self._watching = threading.Thread(target=self._watch, name="graphpack-ranks", daemon=True)
         self._set("here", b"")
         self._wait_for_all()
@@ -148,6 +149,10 @@ class Group:
                 raise self._gone(self._lost)
             if not self._watching.is_alive():
                 raise self._gone(missing[0])
+            left = next((rank for rank in missing if self._has("left", rank) and not self._has(key, rank)), None)
+            if left is not None:
+                self._refuse_failure()
+                raise self._gone(left, "has ended")
             time.sleep(wait)
             wait = min(2 * wait, _POLL_SECONDS[1])
         told = [json.loads(self._get(key, rank)) for rank in range(self.part.world_size)]
@@ -273,8 +278,8 @@ class Group:
         self._over.set()
         self._watching.join(2 * BEAT_SECONDS)
         _stop()
-        if _JOINED and _JOINED[0] is self:
-            _JOINED.clear()
+        if self in JOINED:
+            JOINED.remove(self)
 
     # --- The store
 
@@ -314,20 +319,6 @@ def _differences(told: Sequence[Mapping[str, Any]]) -> list[Problem]:
         for name in sorted({*told[0], *facts})
         if facts.get(name) != told[0].get(name)
     ]
-
-
-def _meet(place: Place) -> Any:
-    """The store, at the address that the environment names. Rank 0 holds it, or `torchrun` itself."""
-    mine = place.part.rank == 0 and not place.agent
-    timeout = timedelta(seconds=JOIN_SECONDS)
-    try:
-        store = TCPStore(
-            place.address, place.port, place.part.world_size, mine, timeout, wait_for_workers=False, multi_tenant=True
-        )
-    except (RuntimeError, ValueError) as error:
-        where = f"{place.address}:{place.port}"
-        raise RankLostError(f"{place.part} cannot meet the others", [Problem(where, "", str(error)[:300])]) from error
-    return PrefixStore("graphpack", store)
 
 
 def _start(store: Any, place: Place, backend: str) -> None:
@@ -371,16 +362,13 @@ def _stop_waiting() -> None:
             distributed_c10d._abort_process_group()
 
 
-_JOINED: list[Group] = []
-
-
-def join(place: Place, backend: str) -> Group:
+def join(place: Place, backend: str) -> Company:
     """The group of this process, once they have all come. Raises RankLostError if one does not come."""
-    if not _JOINED:
-        _JOINED.append(Group(place, backend))
-    return _JOINED[0]
+    if not JOINED:
+        JOINED.append(Group(place, backend))
+    return JOINED[0]
 
 
 def together(what: str) -> AbstractContextManager[None]:
     """See `Group.together`; nothing in a process that is alone."""
-    return _JOINED[0].together(what) if _JOINED else nullcontext()
+    return JOINED[0].together(what) if JOINED else nullcontext()

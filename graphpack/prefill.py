@@ -73,7 +73,9 @@ class Prefill:
                 problems.append(Problem(where, "a row of integers", str(error)))
                 continue
             arrays.append(tokens)
-            if tokens.ndim != 1 or tokens.dtype != np.int64 or not len(tokens):
+            if tokens.size == 0:
+                problems.append(Problem(where, "at least one token", "no token", "give it a first token"))
+            elif tokens.ndim != 1 or tokens.dtype != np.int64:
                 problems.append(Problem(where, "int64, one dimension", f"{tokens.dtype} {list(tokens.shape)}"))
             elif tokens.min() < 0 or tokens.max() > last_token:
                 problems.append(Problem(where, f"tokens 0 to {last_token}", f"{tokens.min()} to {tokens.max()}"))

@@ -1,4 +1,4 @@
-"""Which of several processes this one is, as `torchrun` says it in the environment. Pure."""
+"""Which of several processes this one is, as `torchrun` says it in the environment, and which run a model beside it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from graphpack.archive.ranks import Part
+from graphpack.archive.ranks import Part, part_of
+from graphpack.archive.record import Record
 from graphpack.errors import Problem, UsageError
 
 _NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT")
 _ADDRESS = "MASTER_ADDR"
+_PORTS = range(1, 1 << 16)
 TORCHRUN = "run it with torchrun --nproc-per-node {size}"
 
 
@@ -55,6 +57,15 @@ class Alone:
         return []
 
 
+JOINED: list[Company] = []
+"""The ranks this process has met, if it is one of several."""
+
+
+def company_of(record: Record) -> Company:
+    """Those who run an entry beside this process: nobody, unless it is the entry of one rank."""
+    return JOINED[0] if JOINED and part_of(record) else Alone()
+
+
 def place_of(environment: Mapping[str, str]) -> Place | None:
     """None in a process that is alone. UsageError for an environment that does not say which of several it is."""
     if environment.get("WORLD_SIZE", "") in ("", "1"):
@@ -70,6 +81,8 @@ def place_of(environment: Mapping[str, str]) -> Place | None:
     problems += [] if address else [Problem(_ADDRESS, "where the processes meet", "not set", hint)]
     if rank is not None and size is not None and not 0 <= rank < size:
         problems.append(Problem("RANK", f"0 to {size - 1}", str(rank), hint))
+    if port is not None and port not in _PORTS:
+        problems.append(Problem("MASTER_PORT", f"{_PORTS[0]} to {_PORTS[-1]}", str(port), hint))
     if problems or rank is None or size is None or port is None:
         raise UsageError("the environment does not say which of several processes this one is", problems)
     local = numbers["LOCAL_RANK"]

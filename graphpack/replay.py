@@ -258,7 +258,7 @@ class RestoredModel:
         with self._lock:
             self._require_open()
             check_arguments(InputError, seconds=(seconds, SECONDS))
-            return bench_graphs(self._graphs, self._memory, seconds)
+            return bench_graphs(self.record, self._graphs, self._memory, seconds)
 
     @property
     def awake(self) -> bool:

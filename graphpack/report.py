@@ -89,7 +89,7 @@ def of_save(result: SaveResult) -> list[str]:
     ]
     return [
         f"{result.action}: {printable(result.name)} in {printable(result.archive)}",
-        *columns([("graph", "nodes", "object", "capture", "topology"), *graphs]),
+        *(columns([("graph", "nodes", "object", "capture", "topology"), *graphs]) if graphs else []),
         *(columns([("prefill", "pieces", "nodes", "objects", "capture"), *pieces]) if pieces else []),
         *columns(facts),
     ]

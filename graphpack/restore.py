@@ -171,7 +171,13 @@ class _Restore:
         facts = {"entry.name": self._name, "format": str(self._record.format), "weights.roots": roots}
         facts["model.config_digest"] = self._record.model.config_digest
         facts["settings"] = settings_digest(self._record.settings)
+        facts["--verify"] = self._replays
         return {**facts, "files": source.identities()}
+
+    @property
+    def _replays(self) -> bool:
+        """Whether goldens are replayed, which takes all ranks."""
+        return self._request.verify or self._other_device
 
     def _check_format(self) -> None:
         record = self._record
@@ -298,7 +304,7 @@ class _Restore:
     def _goldens(self) -> dict[Shape, Golden]:
         """What to replay, if anything. Part of the rung `outputs`, but decoded before anything native is loaded."""
         goldens: dict[Shape, Golden] = {}
-        if not (self._request.verify or self._other_device):
+        if not self._replays:
             return goldens
         from graphpack import golden
 

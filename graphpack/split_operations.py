@@ -53,4 +53,3 @@ DEFAULT_SPLIT = tuple(sorted(operation.name for operation in _ALL if not operati
 """Where a caller can choose to split, which is by default at all of them."""
 COLLECTIVES = tuple(sorted(operation.name for operation in _ALL if operation.collective))
 """Where a model of several ranks is split besides, whatever the caller chooses."""
-"""Where a model is split if nothing else is said: wherever it can be."""

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from graphpack.archive.piecewise import PiecewiseGraph
-from graphpack.archive.record import Graph
+from graphpack.archive.record import Graph, Record
 from graphpack.backends import Executable, Memory
 from graphpack.dtypes import DTYPES
 from graphpack.errors import OutputsDifferError, Problem
 from graphpack.golden import Comparison, Golden
 from graphpack.graph import Bucket, Shape
 from graphpack.inputs import check_inputs
+from graphpack.ranks import company_of
 from graphpack.results.replay import BenchRow, VerifiedBucket
 
 
@@ -73,21 +74,27 @@ def _named(shape: Shape) -> tuple[Bucket, str, int | None]:
     return shape.bucket, str(shape), shape.tokens
 
 
-def bench_graphs(graphs: Mapping[Bucket, tuple[Graph, Executable]], memory: Memory, seconds: float) -> list[BenchRow]:
+def bench_graphs(
+    record: Record, graphs: Mapping[Bucket, tuple[Graph, Executable]], memory: Memory, seconds: float
+) -> list[BenchRow]:
     """Time steps of every graph for about `seconds` each, at position 0, leaving the state zeroed."""
     # Imports decimal and fractions: a tenth of what a load without a benchmark imports of Python's own.
     import statistics
 
-    rows = []
+    rows, ranks = [], company_of(record)
     for bucket, (graph, executable) in sorted(graphs.items()):
         inputs = {spec.name: np.full(spec.shape, spec.minimum or 0, DTYPES[spec.dtype].numpy) for spec in graph.inputs}
         executable.run(inputs)
         times: list[float] = []
-        end = time.perf_counter() + seconds
-        while len(times) < 7 or (time.perf_counter() < end and len(times) < 100_000):
+        wanted = 7
+        while len(times) < wanted:
             start = time.perf_counter()
             executable.run(inputs)
             times.append(1e3 * (time.perf_counter() - start))
+            if len(times) == 7:
+                fitting = int(1e3 * seconds / max(statistics.median(times), 1e-3))
+                # A step takes all ranks, so none may run one more than another.
+                wanted = max(7, min(100_000, *ranks.exchange("bench", fitting)))
         rows.append(
             BenchRow(
                 batch_size=bucket.batch_size,

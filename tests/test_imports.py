@@ -36,7 +36,7 @@ ORDER = """
     models.sharding models.checkpoint models.presets models.attention models.operations models.experts models.decoder
     models.ranked
     models.factory models.registry models.locate models.tokenizer
-    ranks group regions tensor golden backends backends.spare lockstep modes splitting
+    ranks meeting group regions tensor golden backends backends.spare lockstep modes splitting
     backends.capturing backends.inductor_cache
     backends.cpu.policy backends.cpu.memory backends.cpu.runtime backends.cpu.stitched backends.cpu.restore
     backends.cpu
@@ -79,6 +79,7 @@ MAY_USE_TORCH = {
     "models.decoder",
     "models.ranked",
     "models.factory",
+    "meeting",
     "group",
     "lockstep",
     "modes",

@@ -118,13 +118,15 @@ def generate(
     from graphpack import documents, logs, opening
     from graphpack.archive.ranks import part_of
     from graphpack.cli.logs import observer
+    from graphpack.ranks import company_of
 
     with observer() as watching, opening.begun(request.archive, request.device):
         model = opening.load_only(request, watching)
     with model, logs.about(model.record.entry.name):
         part = part_of(model.record)
         told = stream if part is None or part.rank == 0 else None  # all ranks have the same texts
-        generated = _generate(model, tokenizer, prompts, max_tokens, sampling, fallback, told)
+        with company_of(model.record).together("generate"):
+            generated = _generate(model, tokenizer, prompts, max_tokens, sampling, fallback, told)
     return Answer(documents.of_generate(found, generated), ())
 
 

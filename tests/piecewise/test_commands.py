@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import graphpack
 from graphpack import report
 from graphpack.archive.piecewise import graphs_of
 from graphpack.errors import UsageError
-from graphpack.results.save import SaveRequest
+from graphpack.results.save import GraphRow, PiecesRow, SaveRequest, SaveResult
 from tests.capture.saved import NORMED, ROOT, record_of
 from tests.cli.conftest import Run
 from tests.generate.tokenizers_for_tests import byte_level
@@ -111,6 +112,29 @@ def test_inspect_lists_pieces_split_operations_and_token_counts(mixture: Path, a
     assert "slot_attention  %" in whole
     assert "kv.1.value -> %slot_attention_1" in whole
     assert "normalize 1, scratch 3, top_k 3" in whole
+
+
+def test_a_save_lists_decode_graphs_only_if_there_are_some() -> None:
+    """Those of several ranks have none."""
+    of_ranks = SaveResult(
+        name="m",
+        archive=Path("a"),
+        action="saved",
+        graphs=(),
+        piecewise=(PiecesRow(token_count=4, pieces=5, nodes=177, object_bytes=1, seconds_capture=1.0),),
+        weights_root="w",
+        layout_fingerprint="l",
+        settings_digest="s",
+        topology=(),
+        bytes_written=1,
+        stages={},
+    )
+    graph = GraphRow(batch_size=1, seq_len=8, nodes=1, object_bytes=1, seconds_capture=1.0)
+    of_one = replace(of_ranks, graphs=(graph,), topology=("t",))
+    heads = [[line.split()[0] for line in report.of_save(result)] for result in (of_ranks, of_one)]
+    facts = ["weights", "layout", "settings", "written", "seconds"]
+    assert heads[0] == ["saved:", "prefill", "4", *facts]
+    assert heads[1] == ["saved:", "graph", "1x8", "prefill", "4", *facts]
 
 
 def test_verify_reads_every_piece(kept: Path, tmp_path: Path, answered: Answered, refused: Refused) -> None:

@@ -163,7 +163,7 @@ BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a token that is none": (lambda model: model.prefill([[1, 512]], [0]), "tokens 0 to 511"),
     "a negative token": (lambda model: model.prefill([[-1]], [0]), "tokens 0 to 511"),
     "floats": (lambda model: model.prefill([[1.5]], [0]), "int64, one dimension"),
-    "no token": (lambda model: model.prefill([[]], [0]), "int64, one dimension"),
+    "no token": (lambda model: model.prefill([[]], [0]), "at least one token"),
     "a prompt that is none": (lambda model: model.prefill([object()], [0]), "prompt 1"),
     "too long": (lambda model: model.prefill([[1] * 513], [0]), "positions 0 to 511"),
     "too late": (lambda model: model.prefill([[1, 1]], [0], positions=[511]), "positions 0 to 511"),

@@ -277,6 +277,8 @@ def test_the_place_of_a_process_is_what_torchrun_says() -> None:
         ({"RANK": "2"}, "RANK"),
         ({"RANK": "-1"}, "RANK"),
         ({"MASTER_PORT": "x"}, "MASTER_PORT"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT"),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE"),
         ({"MASTER_ADDR": ""}, "MASTER_ADDR"),
     ],
@@ -285,3 +287,6 @@ def test_an_environment_that_says_half_of_it_is_refused(change: dict[str, str], 
     with pytest.raises(UsageError) as caught:
         place_of({**GIVEN, **change})
     assert [problem.where for problem in caught.value.problems] == [where]
+    last = place_of({**GIVEN, "MASTER_PORT": "65535"})
+    assert last is not None
+    assert last.port == 65535

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,9 @@ from graphpack.archive.store import Archive
 from graphpack.graph import Bucket
 from graphpack.models.presets import make_checkpoint
 from graphpack.models.registry import resolve
+from graphpack.proof import free_port
+from tests.capture.saved import ROOT, environment
+from tests.generate.tokenizers_for_tests import byte_level
 from tests.ranks.conftest import BATCH, GRAPHPACK, KEPT, SEQ_LEN, SIZE, Ended, Ranks
 
 PROMPTS = np.random.default_rng(4).integers(0, 512, (3, 9)).tolist()
@@ -193,6 +199,109 @@ def test_ranks_that_were_asked_for_other_things_do_not_save(ranks: Ranks, tmp_pa
     assert not (tmp_path / "archive").exists()
 
 
+def test_ranks_of_which_one_verifies_do_not_load(ranks: Ranks, kept: Path) -> None:
+    """What a rank replays takes all of them."""
+    ended = ranks(GRAPHPACK, "load", kept, "--format", "json", ["--verify", "--copy-weights"])
+    for one in ended:
+        error = error_of(one)
+        assert error["code"] == 8
+        assert error["message"] == "the ranks do not agree: --verify of rank 1 is not that of rank 0"
+
+
+CONTINUES = """
+import json, sys
+import graphpack
+from graphpack.generate import generate
+from graphpack.sampling import Sampling
+
+with graphpack.load(sys.argv[1]) as model:
+    asked = {"max_tokens": 2} | json.loads(sys.argv[3])
+    sampling = Sampling(temperature=asked.pop("temperature", 0.0))
+    try:
+        texts = generate(model, json.loads(sys.argv[2]), sampling=sampling, **asked)
+    except graphpack.GraphpackError as error:
+        print(json.dumps({"error": error.as_dict()}))
+        sys.exit(error.as_dict()["code"])
+    print(json.dumps([text.token_ids for text in texts]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("prompts", "asked", "what"),
+    [
+        (["[[1, 2, 3]]", "[[1, 2, 4]]"], "{}", "prompts"),
+        (["[[1, 2, 3]]", "[[1, 2, 3], [4]]"], "{}", "prompts"),
+        ("[[1, 2, 3]]", ["{}", '{"max_tokens": 3}'], "max_tokens"),
+        ("[[1, 2, 3]]", ["{}", '{"stop": [5]}'], "stop"),
+        ("[[1, 2, 3]]", ["{}", '{"temperature": 0.5}'], "sampling"),
+    ],
+    ids=["other prompts", "one prompt more", "another length", "another end", "drawing"],
+)
+def test_ranks_that_were_asked_for_other_texts_continue_none(
+    prompts: object, asked: object, what: str, ranks: Ranks, kept: Path
+) -> None:
+    for one in ranks(CONTINUES, kept, prompts, asked):
+        error = error_of(one)
+        assert error["code"] == 8
+        assert error["message"] == f"the ranks do not agree: {what} of rank 1 is not that of rank 0"
+
+
+def test_ranks_that_were_asked_for_the_same_texts_give_the_same(ranks: Ranks, kept: Path) -> None:
+    ended = ranks(CONTINUES, kept, "[[1, 2, 3], [4]]", '{"temperature": 0.5, "stop": [5]}')
+    assert [one.code for one in ended] == [0, 0], ended[0].err + ended[1].err
+    assert ended[0].document == ended[1].document
+
+
+def test_a_rank_that_has_no_tokenizer_is_told_to_all(ranks: Ranks, kept: Path, tmp_path: Path) -> None:
+    make_checkpoint("tiny-qwen3", tmp_path / "here")
+    byte_level().save(str(tmp_path / "here" / "tokenizer.json"))
+    places = [tmp_path / "here", tmp_path / "none"]
+    options = ("--prompt", "The", "--tokenizer", places, "--format", "json")
+    for one in ranks(GRAPHPACK, "generate", kept, *options):
+        error = error_of(one)
+        assert error["code"] == 3
+        assert error["message"].startswith("rank 1 of 2: ")
+
+
+UNEVEN = """
+import json, os, sys, time
+import graphpack
+import graphpack.trials as trials
+
+tick, at = (0.004, 0.001)[int(os.environ["RANK"])], 0.0
+
+def clock():
+    global at
+    at += tick
+    return at
+
+with graphpack.load(sys.argv[1]) as model:
+    trials.time.perf_counter = clock
+    rows = model.bench(0.102)
+print(json.dumps([row.steps for row in rows]))
+"""
+
+
+def test_ranks_that_are_not_equally_fast_time_as_many_steps(ranks: Ranks, kept: Path) -> None:
+    ended = ranks(UNEVEN, kept)
+    assert [one.code for one in ended] == [0, 0], ended[0].err + ended[1].err
+    assert [one.out.strip() for one in ended] == ["[25]", "[25]"]
+
+
+ONCE = """
+import sys, graphpack
+graphpack.load(sys.argv[2]).close()
+"""
+
+
+def test_a_rank_that_has_ended_is_told_to_one_that_waits_for_it(ranks: Ranks, kept: Path) -> None:
+    waits, ended = ranks([ONCE + GRAPHPACK, ONCE], "load", kept, "--format", "json")
+    assert ended.code == 0, ended.err
+    error = error_of(waits)
+    assert (error["code"], error["message"]) == (12, "rank 1 of 2 has ended")
+    assert waits.seconds - ended.seconds < LIMIT
+
+
 WRITES = """
 import os, sys
 from types import SimpleNamespace
@@ -296,6 +405,22 @@ def assert_ends_with(ended: list[Ended], killed: int) -> None:
     assert json.dumps(error["problems"]).count(f"rank {killed}") == 1
 
 
+TWICE = """
+import subprocess, sys
+for _ in range(2):
+    subprocess.run([sys.executable, "-m", "graphpack", "load", *sys.argv[1:]], check=True, stdout=subprocess.DEVNULL)
+"""
+
+
+def test_torchrun_can_run_one_command_after_the_other(kept: Path, tmp_path: Path) -> None:
+    """Its store has what the first one told."""
+    (tmp_path / "twice.py").write_text(TWICE)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(SIZE)]
+    command = [*torchrun, "--master-port", str(free_port()), str(tmp_path / "twice.py"), str(kept)]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 ALONE = (
     """
 import graphpack.group as group
@@ -309,3 +434,12 @@ def test_a_rank_that_never_comes_is_told(ranks: Ranks, kept: Path) -> None:
     ended = ranks([ALONE, ""], "load", kept, "--format", "json")
     error = error_of(ended[0])
     assert (error["code"], error["message"]) == (12, "rank 1 of 2 did not come within 1 s")
+
+
+def test_a_rank_that_nobody_waits_for_ends_soon_and_says_what_to_do(ranks: Ranks, kept: Path) -> None:
+    """Rank 0 holds the store where they meet."""
+    began = time.monotonic()
+    error = error_of(ranks(["", ALONE], "load", kept, "--format", "json")[1])
+    assert (error["code"], error["message"]) == (12, "rank 1 of 2 cannot meet the others")
+    assert error["problems"][0]["hint"] == "start rank 0 as well, at this address"
+    assert time.monotonic() - began < LIMIT
