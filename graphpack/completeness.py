@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from graphpack.archive.piecewise import NAME as PIECEWISE
+from graphpack.archive.piecewise import PiecewiseSettings, piecewise_of
+from graphpack.archive.ranks import has_ranks
 from graphpack.archive.record import Record
 from graphpack.configuration.config import Config
 from graphpack.configuration.keys import ModelConfig
@@ -50,3 +53,10 @@ def _settings(config: Config, name: str, record: Record, device: str | None) -> 
         yield "cpu_isa", archived.cpu_isa or "none", wanted["cpu_isa"]
     yield "compile", archived.compile, wanted["compile"]
     yield "mode", record.entry.mode, wanted["mode"]
+    pieces = piecewise_of(record)
+    if pieces is not None and wanted["mode"] == PIECEWISE:
+        asked = PiecewiseSettings.of(
+            wanted["split_operations"], wanted["token_counts"], wanted["batch_sizes"], ranks=has_ranks(record)
+        )
+        yield "token_counts", list(pieces.settings.token_counts), list(asked.token_counts)
+        yield "split_operations", list(pieces.settings.split_operations), list(asked.split_operations)

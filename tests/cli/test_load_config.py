@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -17,6 +18,8 @@ from tests.cli.conftest import Fake, Run
 
 # What fakes.write_archive writes: cpu, float32 as stored, batch size 1, 256 positions, avx2.
 AS_SAVED = "device: cpu, dtype: float32, batch_sizes: [1], seq_len_buckets: [256], slots: 1, cpu_isa: avx2, mode: full"
+
+PIECEWISE = Path(__file__).parents[1] / "archives" / "cpu-piecewise-1.1"
 
 
 @pytest.fixture
@@ -83,6 +86,22 @@ def test_models_that_were_saved_otherwise(run: Run, tmp_path: Path, restored: li
         "  a.cpu_isa          archived avx2     here avx512",
         "  a.compile          archived False    here True",
         "  b.slots            archived 1        here 2",
+        "  -> graphpack prewarm c.yaml",
+    ]
+
+
+def test_what_a_model_in_pieces_is_saved_for_is_configured_too(run: Run, tmp_path: Path, restored: list[str]) -> None:
+    shutil.copytree(PIECEWISE, tmp_path / "pieces")
+    saved = "device: cpu, batch_sizes: [2], seq_len_buckets: [512], mode: piecewise"
+    write(tmp_path, f"tiny-llama: {{{saved}, token_counts: [8]}}")
+    assert run("load", "pieces", "--config", "c.yaml").code == 0
+    write(tmp_path, f"tiny-llama: {{{saved}, token_counts: [8, 16], split_operations: [slot_attention]}}")
+    outcome = run("load", "pieces", "--config", "c.yaml")
+    assert outcome.code == 8
+    assert outcome.err.splitlines() == [
+        "error: pieces was not saved with the settings of c.yaml (2 problems)",
+        "  tiny-llama.token_counts      archived [8]                                  here [8, 16]",
+        "  tiny-llama.split_operations  archived ['route_experts', 'slot_attention']  here ['slot_attention']",
         "  -> graphpack prewarm c.yaml",
     ]
 
