@@ -367,7 +367,7 @@ def test_budgets_that_are_none() -> None:
 
 
 def test_a_budget_is_any_whole_number(decoder: Path, room: int) -> None:
-    with ModelPool(budget=np.int64(room)) as pool:
+    with ModelPool(budget=cast("int", np.int64(room))) as pool:
         pool.load(decoder)
         pool.load(decoder, alias="other")
         assert pool.awake == ("other",)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,7 +55,7 @@ def test_a_policy_or_fallback_that_there_is_not_is_refused_with_those_there_are(
     for good in known:
         check_choice(what, good, known)
     with pytest.raises(InputError, match=f"no such {what}"):
-        check_choice(what, cast("str", np.array(known)), known)  # compares to no truth value
+        check_choice(what, np.array(known), known)  # compares to no truth value
     with pytest.raises(InputError) as refusal:
         check_choice(what, "best", known)
     assert str(refusal.value) == f"no such {what}: 'best'\n  {what}: archived {', '.join(known)}, here 'best'"
