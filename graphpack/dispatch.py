@@ -14,9 +14,9 @@ POLICIES = ("pad", "exact")
 FALLBACKS = ("error", "eager")
 
 
-def check_choice(what: str, chosen: str, known: tuple[str, ...]) -> None:
+def check_choice(what: str, chosen: object, known: tuple[str, ...]) -> None:
     """Raise InputError for a policy or a fallback that there is not."""
-    if chosen not in known:
+    if not isinstance(chosen, str) or chosen not in known:
         raise InputError(f"no such {what}: {chosen!r}", [Problem(what, ", ".join(known), repr(chosen))])
 
 

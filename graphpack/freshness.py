@@ -20,7 +20,6 @@ from graphpack.models.registry import ResolvedModel
 from graphpack.regions import CAPTURE_VERSION
 from graphpack.results.save import SaveRequest
 from graphpack.schema import to_plain
-from graphpack.split_operations import COLLECTIVES
 
 _NOT_COMPARED = frozenset({"symbol_versions", "revision", "config_digest", "requested_dtype"})
 """What the compiler did, where the weights came from, a digest of what is compared itself, and the words in which
@@ -106,17 +105,13 @@ def wanted(
             float32_matmul_precision=torch_state.float32_matmul_precision,
             deterministic_algorithms=torch_state.deterministic_algorithms,
         ),
-        piecewise=_piecewise(request, model.part) if request.mode == NAME else None,
+        piecewise=PiecewiseSettings.of(
+            request.split_operations, request.token_counts, request.batch_sizes, ranks=model.part is not None
+        )
+        if request.mode == NAME
+        else None,
         ranks=RanksWanted(part=model.part, roots=tuple(roots), shards=model.shards) if model.part else None,
     )
-
-
-def _piecewise(request: SaveRequest, part: Part | None) -> PiecewiseSettings:
-    """What was asked for; ranks run decode steps in pieces too, and add up between pieces."""
-    names, counts = {*request.split_operations}, {*request.token_counts}
-    if part is not None:
-        names, counts = names | {*COLLECTIVES}, counts | {*request.batch_sizes}
-    return PiecewiseSettings(split_operations=tuple(sorted(names)), token_counts=tuple(sorted(counts)))
 
 
 def stale(record: Record, wanted: Wanted) -> list[Problem]:

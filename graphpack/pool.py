@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from graphpack import AnyPath, opening
+from graphpack.arguments import whole
 from graphpack.backends import KEEPS, Room
 from graphpack.backends.spare import Spare
 from graphpack.budget import must_sleep, where_kept
@@ -210,7 +211,7 @@ def _check_bytes(budgets: dict[str, int | None]) -> None:
     problems = [
         Problem(name, here=shown(value), hint="a whole number of bytes, at least 1")
         for name, value in budgets.items()
-        if value is not None and (type(value) is not int or value < 1)
+        if value is not None and (whole(value) or 0) < 1
     ]
     if problems:
         raise UsageError("no pool has such a budget", problems)

@@ -29,10 +29,12 @@ from graphpack.errors import (
 from graphpack.freshness import PRECISION_VARIABLE, damage, stale, wanted
 from graphpack.identity.weights import hash_weights
 from graphpack.jobs import Ended, run_all
+from graphpack.models.presets import PRESETS
 from graphpack.models.registry import resolve
 from graphpack.results.observer import Observer, SilentObserver
 from graphpack.results.save import PrewarmedModel, SaveRequest
 from graphpack.stages import Stages
+from graphpack.suggestion import did_you_mean
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 
@@ -113,6 +115,10 @@ class _Prewarming:
             hint = f"path: {Path(name).absolute()} means the directory; for the built-in model, run this elsewhere"
             problem = Problem(f"models.{name}.path", here="missing", hint=hint)
             raise UsageError(f"model '{name}' has no path, and a directory is called like it", [problem])
+        if path is None and name not in PRESETS:
+            hint = did_you_mean(name, PRESETS, "say path, the directory of its checkpoint")
+            problem = Problem(f"models.{name}.path", here="missing", hint=hint)
+            raise NotFoundError(f"model '{name}' has no path, and no built-in model is called so", [problem])
         return SaveRequest(
             model=name if path is None else str(path.absolute()),
             archive=self._archive,

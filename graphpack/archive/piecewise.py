@@ -16,7 +16,7 @@ from graphpack.archive.record import Distance, Graph, Record
 from graphpack.errors import Problem
 from graphpack.graph import Chunk, Shape, TensorSpec
 from graphpack.schema import PROBLEM_LIMIT, Count, Digest, Positive, SchemaProblems, Whole, from_plain, one_of, shown
-from graphpack.split_operations import SPLIT_OPERATIONS, SplitOperation
+from graphpack.split_operations import COLLECTIVES, SPLIT_OPERATIONS, SplitOperation
 
 NAME = "piecewise"
 """Of the feature, of its key in `extensions`, and of the entry's mode."""
@@ -37,6 +37,16 @@ class PiecewiseSettings:
 
     split_operations: tuple[OperationName, ...]
     token_counts: tuple[Positive, ...]
+
+    @classmethod
+    def of(
+        cls, split_operations: Iterable[str], token_counts: Iterable[int], batch_sizes: Iterable[int], *, ranks: bool
+    ) -> PiecewiseSettings:
+        """What was asked for; `ranks` run decode steps in pieces too, and add up between pieces."""
+        names, counts = {*split_operations}, {*token_counts}
+        if ranks:
+            names, counts = names | {*COLLECTIVES}, counts | {*batch_sizes}
+        return cls(split_operations=tuple(sorted(names)), token_counts=tuple(sorted(counts)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

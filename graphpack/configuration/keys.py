@@ -79,7 +79,7 @@ def _sizes(value: Any) -> tuple[int, ...] | None:
 
 
 def _names(value: Any) -> tuple[str, ...] | None:
-    good = isinstance(value, list) and value and all(isinstance(item, str) and item for item in value)
+    good = isinstance(value, list) and value and all(isinstance(item, str) and "," not in item for item in value)
     return names_of_text(",".join(value)) if good else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 LARGEST_FILE = 64 * 1024
 DEEPEST = 8
+_PLAIN_NUMBER = re.compile("[-+]?(0|[1-9][0-9]{0,999})")
 
 
 def read(file: Path) -> Any:
@@ -42,11 +44,11 @@ def parse(content: bytes, file: Path) -> Any:
         if not problems:
             loader = yaml.SafeLoader(text)
             node = loader.get_single_node()
-            problems = list(_duplicates(node))
-            value = None if node is None else loader.construct_document(node)
+            problems = [*_duplicates(node), *_misread(node)]
+            value = None if node is None or problems else loader.construct_document(node)
     except yaml.YAMLError as error:
         raise UsageError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
-    except ValueError as error:  # text that is not UTF-8, a date or number that does not exist
+    except ValueError as error:  # text that is not UTF-8
         raise UsageError(f"{file} is not YAML: {error}") from error
     if problems:
         raise UsageError(f"{file} cannot be used", problems)
@@ -89,6 +91,31 @@ def _duplicates(node: yaml.Node | None) -> Iterator[Problem]:
             elif isinstance(key.value, str):
                 seen.add(key.value)
             yield from _duplicates(value)
+
+
+def _misread(node: yaml.Node | None) -> Iterator[Problem]:
+    """Numbers that other versions of YAML take for others, or for text, as 010 for 8 or 10; and what looks like a date
+    and is none."""
+    import yaml
+
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _misread(item)
+    if isinstance(node, yaml.MappingNode):
+        for pair in node.value:
+            for item in pair:
+                yield from _misread(item)
+    if isinstance(node, yaml.ScalarNode):
+        advice = ""
+        if node.tag == "tag:yaml.org,2002:int" and _PLAIN_NUMBER.fullmatch(node.value) is None:
+            advice = "write a number in plain digits, such as 16; put text in quotes"
+        if node.tag == "tag:yaml.org,2002:timestamp":
+            try:
+                yaml.constructor.SafeConstructor().construct_yaml_timestamp(node)
+            except ValueError:
+                advice = "no such date; put text in quotes"
+        if advice:
+            yield Problem(_position(node.start_mark), here=shown(node.value), hint=advice)
 
 
 def _position(mark: Any) -> str:

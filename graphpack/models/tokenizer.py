@@ -50,6 +50,9 @@ class Tokenizer:
             self._library = Library.from_str(content.decode())
         except Exception as error:  # the package raises nothing more precise
             raise WeightsMismatchError(f"{path}: not a tokenizer: {error}") from error
+        # A file may say how its maker batched texts: a prompt is not cut to that length, nor filled up to it.
+        self._library.no_truncation()
+        self._library.no_padding()
 
     def encode(self, text: str) -> list[int]:
         """Token ids, with what the tokenizer puts around a text. UsageError for text that is not Unicode."""

@@ -60,7 +60,7 @@ class SaveRequest:
         ]
         largest = max((size for size in self.batch_sizes if type(size) is int), default=1)
         if self.slots is not None and not (type(self.slots) is int and largest <= self.slots < LARGEST_SIZE):
-            hint = f"a whole number, at least the largest batch size, {largest}"
+            hint = f"a whole number from {largest}, the largest batch size, to {LARGEST_SIZE - 1}"
             problems.append(Problem("slots", here=shown(self.slots), hint=hint))
         if self.name is not None and not is_entry_name(self.name):
             problems.append(Problem("name", here=shown(self.name), hint=f"an entry's name is {NAME_WORDS}"))

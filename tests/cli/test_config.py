@@ -114,6 +114,8 @@ KEYS = (
     " split_operations"
 )
 ALIAS = "write the value out; quote text that begins with & or *"
+NUMBER = "write a number in plain digits, such as 16; put text in quotes"
+DATE = "no such date; put text in quotes"
 TAG = "write the value without it; quote text that begins with !"
 
 
@@ -155,6 +157,7 @@ TAG = "write the value without it; quote text that begins with !"
         ("models: {m: {cpu_isa: sse2}}", "models.m.cpu_isa", "sse2", "must be one of avx2, avx512"),
         ("models: {m: {token_counts: 8}}", "models.m.token_counts", "8", SIZES),
         ("models: {m: {split_operations: [A]}}", "models.m.split_operations", "['A']", NAMES),
+        ("models: {m: {split_operations: ['a,b']}}", "models.m.split_operations", "['a,b']", NAMES),
         ("models: {m: {split_operations: []}}", "models.m.split_operations", "[]", NAMES),
         ("models: {m: {mode: half}}", "models.m.mode", "half", "must be one of full, piecewise"),
         (
@@ -177,12 +180,15 @@ TAG = "write the value without it; quote text that begins with !"
         ("archive_dir: !!binary eA==", "line 1, column 14", "a tag", TAG),
         ("archive_dir: ! x", "line 1, column 14", "a tag", TAG),
         ("models: !!omap [m: {}]", "line 1, column 9", "a tag", TAG),
-        (
-            f"models: {{m: {{slots: 1{':59' * 3000}}}}}",
-            "models.m.slots",
-            "a number with too many digits",
-            "must be a whole number from 1",
-        ),
+        ("models: {m: {slots: 010}}", "line 1, column 21", "010", NUMBER),
+        ("models: {m: {slots: 0x10}}", "line 1, column 21", "0x10", NUMBER),
+        ("models: {m: {slots: 1_000}}", "line 1, column 21", "1_000", NUMBER),
+        ("models: {m: {batch_sizes: [1:30]}}", "line 1, column 28", "1:30", NUMBER),
+        ("models: {0b1: {}}", "line 1, column 10", "0b1", NUMBER),
+        (f"models: {{m: {{slots: 1{'0' * 5000}}}}}", "line 1, column 21", f"1{'0' * 76}...", NUMBER),
+        (f"models: {{m: {{slots: 1{':59' * 3000}}}}}", "line 1, column 21", f"1{':59' * 25}:...", NUMBER),
+        ("archive_dir: 2024-99-99", "line 1, column 14", "2024-99-99", DATE),
+        ("models:\n  2024-02-30: {}", "line 2, column 3", "2024-02-30", DATE),
         ("[" * 30_000, "line 1, column 9", "nested too deeply", ""),
         ("{a: " * 10_000, "line 1, column 33", "nested too deeply", ""),
     ],
@@ -199,12 +205,10 @@ def test_one_problem(tmp_path: Path, text: str, where: str, here: str, advice: s
         "a: [",
         "a: b: c",
         "--- a\n--- b",
-        "a: 2024-99-99",
-        "a: " + "9" * 5000,
         b"\xff\xfe\xfd",
         b"\x00",
     ],
-    ids=["open", "nested", "two documents", "date", "number", "bytes", "nul"],
+    ids=["open", "nested", "two documents", "bytes", "nul"],
 )
 def test_what_is_no_yaml_is_told_in_the_parsers_words_on_one_line(tmp_path: Path, text: str | bytes) -> None:
     file = tmp_path / "graphpack.yaml"

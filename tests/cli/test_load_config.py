@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -17,6 +18,8 @@ from tests.cli.conftest import Fake, Run
 
 # What fakes.write_archive writes: cpu, float32 as stored, batch size 1, 256 positions, avx2.
 AS_SAVED = "device: cpu, dtype: float32, batch_sizes: [1], seq_len_buckets: [256], slots: 1, cpu_isa: avx2, mode: full"
+
+PIECEWISE = Path(__file__).parents[1] / "archives" / "cpu-piecewise-1.1"
 
 
 @pytest.fixture
@@ -68,6 +71,35 @@ def test_a_model_that_is_missing(run: Run, tmp_path: Path, restored: list[str]) 
     ]
 
 
+def test_a_name_that_nobody_knows(run: Run, tmp_path: Path, restored: list[str]) -> None:
+    """No prewarming would bring it."""
+    write(tmp_path, "a:", "missing:")
+    outcome = run("load", "--config", "c.yaml", "--name", "missin", "--name", "zzz", "--name", "missing")
+    assert (outcome.code, restored) == (3, [])
+    assert outcome.err.splitlines() == [
+        "error: neither archive nor c.yaml has such a model (2 problems)",
+        "  missin  archived missing  here not in c.yaml",
+        "  zzz     archived missing  here not in c.yaml",
+        "  -> did you mean missing?",
+        "  -> name a model of c.yaml: a, missing",
+    ]
+
+
+def test_the_advice_is_about_the_archive_and_the_device_that_were_asked_for(
+    run: Run, tmp_path: Path, restored: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prewarming as the file says would save elsewhere, and for another device."""
+    write(tmp_path, "a:", "c:")
+    fakes.write_archive(tmp_path / "the other", "a")
+    advice = "  -> GRAPHPACK_ARCHIVE_DIR='the other' GRAPHPACK_DEVICE=cuda:1 graphpack prewarm c.yaml"
+    assert run("load", "the other", "--config", "c.yaml", "--device", "cuda:1").err.splitlines()[-1] == advice
+    assert run("load", "archive", "--config", "c.yaml").err.splitlines()[-1] == "  -> graphpack prewarm c.yaml"
+    monkeypatch.setenv("GRAPHPACK_ARCHIVE_DIR", "the other")
+    assert run("load", "--config", "c.yaml").err.splitlines()[-1] == "  -> graphpack prewarm c.yaml"
+    (tmp_path / "c.yaml").rename(tmp_path / "my models.yaml")
+    assert run("load", "--config", "my models.yaml").err.splitlines()[-1] == "  -> graphpack prewarm 'my models.yaml'"
+
+
 def test_models_that_were_saved_otherwise(run: Run, tmp_path: Path, restored: list[str]) -> None:
     other = "device: cuda:1, dtype: float16, batch_sizes: [1, 2], seq_len_buckets: [128]"
     write(tmp_path, f"a: {{{other}, slots: 5, cpu_isa: avx512, compile: true}}", "b: {slots: 2}")
@@ -84,6 +116,22 @@ def test_models_that_were_saved_otherwise(run: Run, tmp_path: Path, restored: li
         "  a.compile          archived False    here True",
         "  b.slots            archived 1        here 2",
         "  -> graphpack prewarm c.yaml",
+    ]
+
+
+def test_what_a_model_in_pieces_is_saved_for_is_configured_too(run: Run, tmp_path: Path, restored: list[str]) -> None:
+    shutil.copytree(PIECEWISE, tmp_path / "pieces")
+    saved = "device: cpu, batch_sizes: [2], seq_len_buckets: [512], mode: piecewise"
+    write(tmp_path, f"tiny-llama: {{{saved}, token_counts: [8]}}")
+    assert run("load", "pieces", "--config", "c.yaml").code == 0
+    write(tmp_path, f"tiny-llama: {{{saved}, token_counts: [8, 16], split_operations: [slot_attention]}}")
+    outcome = run("load", "pieces", "--config", "c.yaml")
+    assert outcome.code == 8
+    assert outcome.err.splitlines() == [
+        "error: pieces was not saved with the settings of c.yaml (2 problems)",
+        "  tiny-llama.token_counts      archived [8]                                  here [8, 16]",
+        "  tiny-llama.split_operations  archived ['route_experts', 'slot_attention']  here ['slot_attention']",
+        "  -> GRAPHPACK_ARCHIVE_DIR=pieces graphpack prewarm c.yaml",
     ]
 
 

@@ -43,6 +43,18 @@ def test_a_text_begins_as_the_tokenizer_says(tmp_path: Path) -> None:
     assert tokenizer.decode([1, *tokenizer.encode("a")]) == "a"
 
 
+@pytest.mark.parametrize("length", [4, 1000])
+def test_a_prompt_is_neither_cut_nor_filled_up(length: int, tmp_path: Path) -> None:
+    """Files have been written while their makers batched texts, and keep the lengths of that."""
+    library = byte_level()
+    whole = library.encode(SENTENCES[0]).ids
+    library.enable_truncation(length)
+    library.enable_padding(length=length)
+    library.save(str(tmp_path / "tokenizer.json"))
+    assert len(library.encode(SENTENCES[0]).ids) == length
+    assert Tokenizer(tmp_path).encode(SENTENCES[0]) == whole
+
+
 @pytest.mark.parametrize("text", SENTENCES)
 def test_pieces_are_the_whole_text_wherever_the_prompt_ends(tokenizer: Tokenizer, text: str) -> None:
     """The blank between a prompt and what follows it is not lost, as it is when a text is decoded by itself."""

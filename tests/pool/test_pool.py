@@ -366,6 +366,15 @@ def test_budgets_that_are_none() -> None:
     )
 
 
+def test_a_budget_is_any_whole_number(decoder: Path, room: int) -> None:
+    with ModelPool(budget=cast("int", np.int64(room))) as pool:
+        pool.load(decoder)
+        pool.load(decoder, alias="other")
+        assert pool.awake == ("other",)
+    with pytest.raises(UsageError, match=r"^no pool has such a budget\n  budget: here True\n"):
+        ModelPool(budget=True)
+
+
 def test_a_place_for_weights_that_there_is_not(pool: ModelPool, decoder: Path) -> None:
     expected = "no such keep: 'ram'\n  keep: archived host, disk, here 'ram'"
     for call in (lambda: pool.load(decoder, keep="ram"), lambda: pool.switch("mapped").sleep("ram")):

@@ -282,7 +282,7 @@ def test_others_go_on_after_each_failure(
 ) -> None:
     folder = built_in(tmp_path)
     models = dict.fromkeys(("refused", "busy", "dies", "known", "last"), SMALL)
-    fleet.configure(folder, {**models, "ghost": {"path": "nowhere"}, "bad": {"slots": 1, "batch_sizes": [2]}})
+    fleet.configure(folder, {**models, "ghost": {"path": "nowhere"}, "bad": {**PAIRS, "slots": 1}})
     fakes.write_archive(folder / "archive", "ghost")
     rows = rows_of(folder, jobs=3)
     assert [(row.name, row.action) for row in rows.values()] == [
@@ -306,7 +306,7 @@ def test_others_go_on_after_each_failure(
             2,
             """nothing can be saved with these settings
   slots: here 1
-    -> a whole number, at least the largest batch size, 2""",
+    -> a whole number from 2, the largest batch size, to 2147483646""",
         ),
     }
 
@@ -335,6 +335,26 @@ def test_a_directory_that_is_called_like_a_built_in_model(tmp_path: Path, monkey
         "  models.tiny-llama.path: here missing\n"
         f"    -> path: {tmp_path / 'tiny-llama'} means the directory; for the built-in model, run this elsewhere"
     )
+
+
+def test_a_name_that_is_no_built_in_models_needs_a_path(tmp_path: Path, asked: dict[str, SaveRequest]) -> None:
+    def no_path(name: str) -> str:
+        message = f"model '{name}' has no path, and no built-in model is called so"
+        return f"{message}\n  models.{name}.path: here missing\n"
+
+    fleet.configure(tmp_path, {"tiny-lama": {}, "mine": {}})
+    errors = {name: (row.error.code, str(row.error)) for name, row in rows_of(tmp_path).items() if row.error}
+    assert errors == {
+        "tiny-lama": (
+            3,
+            f"{no_path('tiny-lama')}    -> did you mean tiny-llama?",
+        ),
+        "mine": (
+            3,
+            f"{no_path('mine')}    -> say path, the directory of its checkpoint",
+        ),
+    }
+    assert not asked
 
 
 def test_a_path_is_a_directory_and_never_a_name(

@@ -54,6 +54,8 @@ def test_a_policy_or_fallback_that_there_is_not_is_refused_with_those_there_are(
 ) -> None:
     for good in known:
         check_choice(what, good, known)
+    with pytest.raises(InputError, match=f"no such {what}"):
+        check_choice(what, np.array(known), known)  # compares to no truth value
     with pytest.raises(InputError) as refusal:
         check_choice(what, "best", known)
     assert str(refusal.value) == f"no such {what}: 'best'\n  {what}: archived {', '.join(known)}, here 'best'"
@@ -113,6 +115,6 @@ def test_no_fewer_rows_than_a_batch_are_in_progress(slots: Any) -> None:
         SaveRequest(model="m", archive=Path("a"), batch_sizes=(1, 4), slots=slots)
     assert str(refusal.value) == (
         f"nothing can be saved with these settings\n  slots: here {slots}\n"
-        "    -> a whole number, at least the largest batch size, 4"
+        "    -> a whole number from 4, the largest batch size, to 2147483646"
     )
     assert SaveRequest(model="m", archive=Path("a"), batch_sizes=(1, 4), slots=4).slots == 4
