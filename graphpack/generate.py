@@ -69,9 +69,9 @@ def generate(
     company_of(model.record).agree(
         "generate",
         {
-            "prompts": hashlib.sha256(repr([[*map(int, prompt)] for prompt in prompts]).encode()).hexdigest(),
+            "prompts": hashlib.sha256(repr([[*map(str, prompt)] for prompt in prompts]).encode()).hexdigest(),
             "max_tokens": max_tokens,
-            "stop": sorted(stop),
+            "stop": sorted(map(str, stop)),
             "sampling": asdict(sampling),
             "fallback": fallback,
         },

@@ -25,9 +25,11 @@ def meet(place: Place, seconds: float) -> Any:
         store = TCPStore(place.address, place.port, size, mine, timeout, wait_for_workers=False, multi_tenant=True)
     except (RuntimeError, ValueError) as error:
         raise _refused(place, error, "let MASTER_ADDR and MASTER_PORT name a free port of this host") from error
-    # The store of `torchrun` outlives programs: what earlier ones told there is not for this one.
-    count = store.add(f"graphpack/met/{place.part.rank}", 1)
-    return PrefixStore(f"graphpack/{count}", store)
+    # The store of `torchrun` outlives programs: what earlier ones told there is not for this one. After a restart of
+    # all, those that had not come this far the time before must not be one behind.
+    named = f"graphpack/{place.attempt}"
+    count = store.add(f"{named}/met/{place.part.rank}", 1)
+    return PrefixStore(f"{named}/{count}", store)
 
 
 def _check_name(place: Place, _seconds: float) -> None:

@@ -27,6 +27,8 @@ class Place:
     address: str
     port: int
     agent: bool
+    attempt: int = 0
+    """How often `torchrun` has started all processes again."""
 
     def device(self, asked: str) -> str:
         """Where this rank runs what was asked for a device: each on a device of its own."""
@@ -87,7 +89,8 @@ def place_of(environment: Mapping[str, str]) -> Place | None:
         raise UsageError("the environment does not say which of several processes this one is", problems)
     local = numbers["LOCAL_RANK"]
     agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Place(Part(rank, size), rank if local is None else local, address, port, agent)
+    attempt = _whole(environment.get("TORCHELASTIC_RESTART_COUNT", "")) or 0
+    return Place(Part(rank, size), rank if local is None else local, address, port, agent, attempt)
 
 
 def _whole(text: str) -> int | None:

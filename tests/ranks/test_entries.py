@@ -263,8 +263,8 @@ def test_the_place_of_a_process_is_what_torchrun_says() -> None:
     assert place_of({}) is None
     assert place_of({"WORLD_SIZE": "1", "RANK": "0"}) is None
     assert place_of(GIVEN) == Place(Part(1, 2), 1, "127.0.0.1", 29500, agent=False)
-    more = {**GIVEN, "LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    assert place_of(more) == Place(Part(1, 2), 0, "127.0.0.1", 29500, agent=True)
+    more = {**GIVEN, "LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "3"}
+    assert place_of(more) == Place(Part(1, 2), 0, "127.0.0.1", 29500, agent=True, attempt=3)
     place = place_of(GIVEN)
     assert place is not None
     assert [place.device(asked) for asked in ("cpu", "cuda", "cuda:0")] == ["cpu", "cuda:1", "cuda:0"]

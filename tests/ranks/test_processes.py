@@ -411,12 +411,31 @@ for _ in range(2):
     subprocess.run([sys.executable, "-m", "graphpack", "load", *sys.argv[1:]], check=True, stdout=subprocess.DEVNULL)
 """
 
+# The first time, rank 1 ends before it meets rank 0, which was there.
+AGAIN = """
+import os, sys, time
+from pathlib import Path
+import graphpack.meeting as meeting
+from graphpack.__main__ import main
+met, store = Path(sys.argv[0]).parent / "met", meeting.PrefixStore
+if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
+    while not met.exists(): time.sleep(0.05)
+    sys.exit(1)
+def told(*given):
+    met.touch()
+    return store(*given)
+meeting.PrefixStore = told
+sys.argv[1:1] = ["load"]
+sys.exit(main())
+"""
 
-def test_torchrun_can_run_one_command_after_the_other(kept: Path, tmp_path: Path) -> None:
-    """Its store has what the first one told."""
-    (tmp_path / "twice.py").write_text(TWICE)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(SIZE)]
-    command = [*torchrun, "--master-port", str(free_port()), str(tmp_path / "twice.py"), str(kept)]
+
+@pytest.mark.parametrize("script", [TWICE, AGAIN], ids=["one command after the other", "all once more"])
+def test_what_processes_told_is_not_for_later_ones(script: str, kept: Path, tmp_path: Path) -> None:
+    """The store of `torchrun` still has it."""
+    (tmp_path / "script.py").write_text(script)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(SIZE), "--max-restarts", "1"]
+    command = [*torchrun, "--master-port", str(free_port()), str(tmp_path / "script.py"), str(kept)]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -224,5 +224,5 @@ class Library:
 def no_device(reason: str) -> EnvironmentMismatchError:
     return EnvironmentMismatchError(
         "the archive needs a CUDA device, none visible",
-        [Problem("environment.device_type", "cuda", reason, "load it on a machine with an NVIDIA driver and device")],
+        [Problem("environment.device_type", "cuda", reason, "take a machine with an NVIDIA driver and device")],
     )
