@@ -9,9 +9,12 @@ import click
 
 from graphpack.cli.answer import Answer, command, examples, exits
 from graphpack.cli.options import NO_ARCHIVE, PATH, configuration, entry_name, setting_options
-from graphpack.errors import UsageError
+from graphpack.errors import Problem, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from graphpack.configuration.config import Setting
     from graphpack.configuration.keys import ModelConfig
 
 
@@ -49,6 +52,7 @@ def save(
     if target is None:
         raise UsageError(NO_ARCHIVE)
     settings = configured.settings("" if Path(model).is_dir() else model, given)
+    _refuse_unused(settings)
     request = SaveRequest(
         model=model, archive=target, name=name, replace=replace, config=configured.file, **save_options(settings)
     )
@@ -58,3 +62,13 @@ def save(
     with logs.observer() as observer:
         result = capture.save(request, observer)
     return Answer(documents.of_save(result), report.of_save(result))
+
+
+def _refuse_unused(settings: Mapping[str, Setting]) -> None:
+    """The environment and the file may set for all models what is for a few; who types an option means this one."""
+    mode = settings["mode"].value
+    pieces = (settings[key] for key in ("token_counts", "split_operations"))
+    unused = [setting.where for setting in pieces if setting.source == "command line" and mode != "piecewise"]
+    if unused:
+        problems = [Problem(option, "--mode piecewise", f"--mode {mode}", "leave one of them out") for option in unused]
+        raise UsageError(f"{' and '.join(unused)} would have no effect", problems)

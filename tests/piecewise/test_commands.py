@@ -57,6 +57,35 @@ def test_a_split_that_leaves_out_an_operation_is_refused_and_leaves_nothing(tmp_
     assert not (tmp_path / "archive").exists()
 
 
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (("--token-counts", "4"), "--token-counts would have no effect"),
+        (
+            ("--mode", "full", "--token-counts", "4", "--split-operations", "slot_attention"),
+            "--token-counts and --split-operations would have no effect",
+        ),
+    ],
+)
+def test_options_of_pieces_are_refused_for_a_model_without(
+    given: tuple[str, ...], named: str, tmp_path: Path, refused: Refused
+) -> None:
+    said = refused(2, "save", "tiny-qwen3", "archive", *given)
+    assert named in said
+    assert "archived --mode piecewise  here --mode full" in said
+    assert not (tmp_path / "archive").exists()
+
+
+def test_the_environment_may_set_for_all_models_what_pieces_need(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This command gets as far as its model."""
+    monkeypatch.setenv("GRAPHPACK_TOKEN_COUNTS", "4")
+    said = refused(3, "save", f"{__name__}:no_model", "archive")
+    assert "would have no effect" not in said
+    assert "no_model" in said
+
+
 def test_a_model_without_a_prefill_is_refused(tmp_path: Path, refused: Refused) -> None:
     said = refused(9, "save", NORMED, "archive", "--mode", "piecewise")
     assert "the model has no prefill that could be split" in said
