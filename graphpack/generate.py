@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -66,16 +67,7 @@ def generate(
     """
     start = time.perf_counter()
     sampling, stop = sampling or Sampling(), frozenset(stop)
-    company_of(model.record).agree(
-        "generate",
-        {
-            "prompts": hashlib.sha256(repr([[*map(str, prompt)] for prompt in prompts]).encode()).hexdigest(),
-            "max_tokens": max_tokens,
-            "stop": sorted(map(str, stop)),
-            "sampling": asdict(sampling),
-            "fallback": fallback,
-        },
-    )
+    company_of(model.record).agree("generate", asked(prompts, max_tokens, stop, sampling, fallback))
     seq_len = _check(model, prompts, max_tokens)
     room = model.slots if fallback == "eager" else min(model.slots, max(b.batch_size for b in model.buckets))
     waiting = deque(enumerate(prompts))
@@ -135,6 +127,20 @@ def _finish(row: _Row, stop: frozenset[int], max_tokens: int, seq_len: int) -> F
     if len(row.tokens) == max_tokens:
         return "max_tokens"
     return "seq_len" if row.position == seq_len else None
+
+
+def asked(
+    prompts: Sequence[Sequence[int]], max_tokens: int, stop: Collection[int], sampling: Sampling, fallback: str
+) -> dict[str, Any]:
+    """What all ranks of a model must be of one mind about, as JSON has it. Nothing of it has been checked."""
+    written = repr([[*map(str, prompt)] for prompt in prompts])
+    return {
+        "prompts": hashlib.sha256(written.encode()).hexdigest(),
+        "max_tokens": max_tokens,
+        "stop": sorted(map(str, stop)),
+        "sampling": asdict(sampling),
+        "fallback": fallback,
+    }
 
 
 def _check(model: RestoredModel, prompts: Sequence[Sequence[int]], max_tokens: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 import graphpack
 from graphpack import InputError, OutputsDifferError
-from graphpack.generate import generate
+from graphpack.generate import asked, generate
 from graphpack.replay import RestoredModel
 from graphpack.sampling import Sampling
 from graphpack.texts import Continuation
@@ -22,6 +23,32 @@ from tests.replay.eager import Eager
 SEQ_LEN = 64
 OTHER = "take the tokenizer of this model"
 DRAWN = Sampling(temperature=0.9, top_k=50, top_p=0.95, seed=3)
+
+
+PLAIN = ([[1, 2, 3]], 2, frozenset[int](), Sampling(), "error")
+
+
+@pytest.mark.parametrize(
+    ("changed", "given"),
+    [
+        ("prompts", ([[1, 2, 4]], *PLAIN[1:])),
+        ("prompts", ([[1, 2, 3], [4]], *PLAIN[1:])),
+        ("prompts", ([[1, 2], [3]], *PLAIN[1:])),
+        ("max_tokens", (PLAIN[0], 3, *PLAIN[2:])),
+        ("stop", (*PLAIN[:2], {5}, *PLAIN[3:])),
+        ("sampling", (*PLAIN[:3], DRAWN, PLAIN[4])),
+        ("fallback", (*PLAIN[:4], "eager")),
+    ],
+)
+def test_what_ranks_must_agree_on_has_everything_that_is_asked_for(changed: str, given: tuple[Any, ...]) -> None:
+    one, other = asked(*PLAIN), asked(*given)
+    assert {key for key in one if one[key] != other[key]} == {changed}
+    assert json.loads(json.dumps(other)) == other
+
+
+def test_the_same_tokens_are_the_same_prompts() -> None:
+    array: Any = np.array([1, 2, 3])
+    assert asked([array], *PLAIN[1:]) == asked(*PLAIN) == asked(((1, 2, 3),), *PLAIN[1:])
 
 
 def prompts(count: int) -> list[list[int]]:
