@@ -95,10 +95,10 @@ def served_archive(factory: pytest.TempPathFactory) -> Path:
 
 
 def mixture_archive(factory: pytest.TempPathFactory) -> Path:
-    """tiny-qwen3-moe in pieces for 16 tokens, batch sizes 1 and 2, 512 positions and 3 rows in progress."""
+    """tiny-qwen3-moe in pieces for 16 tokens, batch size 2, 512 positions and 3 rows in progress."""
 
     def make(folder: Path) -> None:
-        settings = ("--batch-sizes", "1,2", "--seq-lens", "512", "--slots", "3", "--token-counts", "16")
+        settings = ("--batch-sizes", "2", "--seq-lens", "512", "--slots", "3", "--token-counts", "16")
         save("tiny-qwen3-moe", folder / "archive", "--mode", "piecewise", *settings, cwd=folder)
 
     return shared(factory, "mixture", make) / "archive"

@@ -226,9 +226,9 @@ TARGETS = {
     target.name: target
     for target in (
         Target("msgpack", take_msgpack, mutate.mutate_msgpack, 18),
-        Target("json", take_json, mutate.mutate_json, 14),
+        Target("json", take_json, mutate.mutate_json, 19),
         Target("record", take_record, mutate.mutate_record, 2),
-        Target("index", take_index, mutate.mutate_json, 12),
+        Target("index", take_index, mutate.mutate_json, 7),
         Target("zstd", take_zstd, mutate.mutate_zstd, 18),
         Target("object", take_object, mutate.mutate_elf, 16),
         Target("columns", take_columns, mutate.mutate_columns, 5),
