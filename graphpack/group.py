@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -367,8 +367,3 @@ def join(place: Place, backend: str) -> Company:
     if not JOINED:
         JOINED.append(Group(place, backend))
     return JOINED[0]
-
-
-def together(what: str) -> AbstractContextManager[None]:
-    """See `Group.together`; nothing in a process that is alone."""
-    return JOINED[0].together(what) if JOINED else nullcontext()

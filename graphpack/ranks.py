@@ -63,9 +63,14 @@ JOINED: list[Company] = []
 """The ranks this process has met, if it is one of several."""
 
 
+def company() -> Company:
+    """The ranks this process has met, or nobody."""
+    return JOINED[0] if JOINED else Alone()
+
+
 def company_of(record: Record) -> Company:
     """Those who run an entry beside this process: nobody, unless it is the entry of one rank."""
-    return JOINED[0] if JOINED and part_of(record) else Alone()
+    return company() if part_of(record) else Alone()
 
 
 def place_of(environment: Mapping[str, str]) -> Place | None:

@@ -85,16 +85,11 @@ def bench_graphs(
     for bucket, (graph, executable) in sorted(graphs.items()):
         inputs = {spec.name: np.full(spec.shape, spec.minimum or 0, DTYPES[spec.dtype].numpy) for spec in graph.inputs}
         executable.run(inputs)
-        times: list[float] = []
-        wanted = 7
-        while len(times) < wanted:
-            start = time.perf_counter()
-            executable.run(inputs)
-            times.append(1e3 * (time.perf_counter() - start))
-            if len(times) == 7:
-                fitting = int(1e3 * seconds / max(statistics.median(times), 1e-3))
-                # A step takes all ranks, so none may run one more than another.
-                wanted = max(7, min(100_000, *ranks.exchange("bench", fitting)))
+        times = [_milliseconds(executable, inputs) for _ in range(7)]
+        fitting = int(1e3 * seconds / max(statistics.median(times), 1e-3))
+        # A step takes all ranks, so none may run one more than another.
+        wanted = min(100_000, *ranks.exchange("bench", fitting))
+        times += [_milliseconds(executable, inputs) for _ in range(len(times), wanted)]
         rows.append(
             BenchRow(
                 batch_size=bucket.batch_size,
@@ -106,3 +101,10 @@ def bench_graphs(
         )
     memory.reset_state()
     return rows
+
+
+def _milliseconds(executable: Executable, inputs: Mapping[str, np.ndarray]) -> float:
+    """What one step takes."""
+    start = time.perf_counter()
+    executable.run(inputs)
+    return 1e3 * (time.perf_counter() - start)

@@ -14,6 +14,7 @@ from graphpack.identity.environment import Host, read_host
 from graphpack.identity.layout import make_layout
 from graphpack.models.registry import ResolvedModel
 from graphpack.models.weights import WeightSource
+from graphpack.ranks import company
 from graphpack.regions import CAPTURE_VERSION, expected_regions, stored_specs
 from graphpack.results.save import SaveRequest
 
@@ -68,14 +69,13 @@ class CpuCapturing:
         from graphpack.backends.cpu.capture import capture
         from graphpack.backends.cpu.compile import symbol_versions
         from graphpack.backends.cpu.pieces import capture_pieces
-        from graphpack.group import together
 
         step = model.build(source, dtype)
         alone = model.part is None  # else decode steps run in pieces
         buckets = [Bucket(batch, seq) for seq in settings.seq_lens for batch in settings.batch_sizes if alone]
         names = frozenset({*source.tensors, *source.aliases})
         state = step.state(settings.slots, max(settings.seq_lens))
-        with together("compile"):
+        with company().together("compile"):
             pieces = (
                 capture_pieces(
                     step,

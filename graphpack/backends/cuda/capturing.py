@@ -14,6 +14,7 @@ from graphpack.identity.digests import piecewise_digest, settings_digest
 from graphpack.identity.environment import CudaDevice, Host, read_host
 from graphpack.models.registry import ResolvedModel
 from graphpack.models.weights import WeightSource
+from graphpack.ranks import company
 from graphpack.results.save import SaveRequest
 
 
@@ -102,7 +103,6 @@ class CudaCapturing:
         from graphpack.backends.cuda.capture import ModuleTensors, capture
         from graphpack.backends.cuda.capture_pieces import CapturedChunk, capture_pieces
         from graphpack.backends.cuda.recorder import MemoryRecorder
-        from graphpack.group import together
 
         step = model.build(source, dtype)
         recorder = MemoryRecorder(self._index, f"{weights.root} {settings_digest(settings)}")
@@ -111,7 +111,7 @@ class CudaCapturing:
             stream = torch.cuda.Stream(recorder.device)  # type: ignore[no-untyped-call]
             pieces: list[CapturedChunk] = []
             under = ""
-            with together("compile"):
+            with company().together("compile"):
                 # Ranks run decode steps in pieces.
                 steps = model.part is None
                 captured, state = capture(recorder, step, settings, tensors, done, stream, steps=steps)
