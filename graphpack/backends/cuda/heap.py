@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_size_t, c_void_p
 
-from graphpack.backends.cuda.host import PageMaking
+from graphpack.backends.cuda.host import PageMaking, populate
 
 CHUNK = 96 << 10
 """Below what malloc makes mappings of their own for, which would be gone when they are freed."""
@@ -30,7 +30,7 @@ class HeapPages:
     def __init__(self, size: int) -> None:
         found = (_libc.malloc(CHUNK) for _ in range(-(-size // CHUNK)))
         self._chunks = [address for address in found if address]
-        self._making = PageMaking(spans(self._chunks))
+        self._making = PageMaking(spans(self._chunks), populate)
 
     def release(self) -> None:
         """Let malloc have them, all but the newest: at the heap's end, it keeps the others from going to the system."""

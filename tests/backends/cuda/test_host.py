@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import mmap
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from graphpack.backends.cuda.host import HUGE_PAGE, HostBuffer, HostPages, PageMaking
+from graphpack.backends.cuda import host
+from graphpack.backends.cuda.host import HUGE_PAGE, HostBuffer, HostPages, PageMaking, advise
 from tests.backends.cuda.fake_driver import FakeDriver
 
 SIZE = 64 << 20
@@ -29,12 +32,61 @@ def test_pages_are_made_before_anyone_writes(size: int) -> None:
 
 
 def test_every_part_of_several_spans_is_made() -> None:
-    size = 3 * HUGE_PAGE + mmap.PAGESIZE
-    maps = [HostPages(HUGE_PAGE), HostPages(4 * HUGE_PAGE)]
-    starts = [int(pages.array.ctypes.data) for pages in maps]
-    making = PageMaking([(starts[0], starts[0] + 100), (starts[1], starts[1] + size)])
+    spans = [(64, 164), (1 << 32, (1 << 32) + 9 * HUGE_PAGE + mmap.PAGESIZE)]
+    made: list[tuple[int, int]] = []
+    PageMaking(spans, lambda start, end: made.append((start, end))).wait()
+    made.sort()
+    assert made[0] == spans[0]
+    assert (made[1][0], made[-1][1]) == spans[1]
+    assert [end for _, end in made[1:-1]] == [start for start, _ in made[2:]]
+    assert len(made) > 2
+
+
+def test_whoever_has_pages_made_does_not_wait_for_them() -> None:
+    """Nor does it start the threads, each of which waits until the others let the kernel map its stack."""
+    go, threads = threading.Event(), set()
+
+    def make(_start: int, _end: int) -> None:
+        assert go.wait(30)
+        threads.add(threading.get_ident())
+
+    making = PageMaking([(0, 64 * HUGE_PAGE)], make)
+    assert not threads
+    go.set()
     making.wait()
-    assert not any(pages.array.any() for pages in maps)
+    assert threads
+    assert threading.get_ident() not in threads
+
+
+def test_what_goes_wrong_with_pages_is_raised_where_they_are_waited_for() -> None:
+    def make(start: int, _end: int) -> None:
+        raise OSError(start)
+
+    with pytest.raises(OSError, match=r"^7$"):
+        PageMaking([(7, 8)], make).wait()
+
+
+def test_pages_that_are_in_use_keep_what_is_there_and_are_made_a_little_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel keeps all others from mapping memory during one call."""
+    size, calls = 32 << 20, []
+    mapping = mmap.mmap(-1, size)
+    whole = np.frombuffer(mapping, np.uint8)
+    whole[5] = 9
+    start = int(whole.ctypes.data)
+
+    def counted(address: int, length: int, advice: int) -> None:
+        calls.append(length)
+        advise(address, length, advice)
+
+    monkeypatch.setattr(host, "advise", counted)
+    before = resident()
+    host.populate(start, start + size)
+    assert resident() - before >= 0.9 * size
+    assert sum(calls) == size
+    assert max(calls) <= 8 << 20
+    assert (whole[5], int(whole.sum())) == (9, 9)
 
 
 def test_a_closed_buffer_holds_no_memory_even_if_it_is_kept() -> None:
