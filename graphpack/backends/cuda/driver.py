@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import cache
+from itertools import repeat
 
 import numpy as np
 
@@ -241,13 +242,12 @@ class Driver(Library):
 
     def _add_nodes(self, name: str, graph: int, table: np.ndarray, *context: int) -> np.ndarray:
         nodes = np.zeros(len(table), np.uint64)
-        call, node, row = self._function(name), nodes.ctypes.data, table.ctypes.data
-        for _ in range(len(table)):
-            status = call(node, graph, None, 0, row, *context)
+        # What is the same in every call is made what C takes once.
+        same = [repeat(value) for value in (c_void_p(graph), c_void_p(), c_size_t(0))]
+        last = [repeat(c_void_p(value)) for value in context]
+        for status in map(self._function(name), addresses(nodes), *same, addresses(table), *last):
             if status:
                 self.check(status, name)
-            node += 8
-            row += table.itemsize
         return nodes
 
     def add_memcpy_node(self, graph: int, params: structs.Memcpy3D, context: int) -> int:
@@ -334,14 +334,12 @@ class Driver(Library):
         self, name: str, nodes: Sequence[int], attributes: Sequence[int], values: np.ndarray, allowed: int = 0
     ) -> list[int]:
         """The rows for which the call answers with the status `allowed`."""
-        call, address, found = self._function(name), values.ctypes.data, []
-        for row, (node, attribute) in enumerate(zip(nodes, attributes, strict=True)):
-            status = call(node, attribute, address)
+        found = []
+        for row, status in enumerate(map(self._function(name), nodes, attributes, addresses(values))):
             if status:
                 if status != allowed:
                     self.check(status, name)
                 found.append(row)
-            address += 64
         return found
 
     def instantiate(self, graph: int) -> int:
@@ -352,6 +350,12 @@ class Driver(Library):
 
     def destroy_executable(self, executable: int) -> None:
         self._call("cuGraphExecDestroy", executable)
+
+
+def addresses(table: np.ndarray) -> range:
+    """Of each row of a table that is one piece of memory."""
+    start, size = table.ctypes.data, table.strides[0]
+    return range(start, start + len(table) * size, size)
 
 
 def _properties(device: int) -> structs.AllocationProperties:
