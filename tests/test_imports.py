@@ -254,3 +254,22 @@ def test_a_load_imports_only_what_every_load_needs() -> None:
     imported = {name.removeprefix("graphpack.") for name in result.stdout.split()}
     assert set(LOAD) <= imported
     assert sorted(imported & set(NOT_FOR_EVERY_LOAD)) == []
+
+
+def test_the_first_step_imports_nothing() -> None:
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "import numpy as np\n"
+        "from graphpack.archive.reading import Reader\n"
+        "from graphpack.inputs import arrays_of, check_inputs, length_of, row_count\n"
+        "inputs = Reader.open(Path(sys.argv[1])).find(None)[0].record.graphs[0].inputs\n"
+        "before = {*sys.modules}\n"
+        "given = arrays_of({spec.name: np.zeros(spec.shape, spec.dtype) for spec in inputs})\n"
+        "row_count(given), length_of(given['positions'])\n"
+        "check_inputs(inputs, given, scratch_allowed=False)\n"
+        "print(*{*sys.modules} - before)"
+    )
+    command = [sys.executable, "-c", code, str(PACKAGE.parent / "tests" / "archives" / "cpu-1.0")]
+    result = subprocess.run(command, cwd=PACKAGE.parent, capture_output=True, text=True, check=True)
+    assert result.stdout.split() == []
