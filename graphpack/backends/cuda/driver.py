@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import cache
 from itertools import repeat
+from math import prod
 
 import numpy as np
 
@@ -353,8 +354,8 @@ class Driver(Library):
 
 
 def addresses(table: np.ndarray) -> range:
-    """Of each row of a table that is one piece of memory."""
-    start, size = table.ctypes.data, table.strides[0]
+    """Of each row of a table that is one piece of memory. A table without rows need not have strides."""
+    start, size = table.ctypes.data, table.itemsize * prod(table.shape[1:])
     return range(start, start + len(table) * size, size)
 
 

@@ -41,6 +41,16 @@ def leaf_code(driver: Driver, device: int) -> bytes | None:
     return next((path.read_bytes() for path in paths if path.exists()), None)
 
 
+@contextmanager
+def leaf_kernel(driver: Driver, code: bytes) -> Iterator[int]:
+    """The function that hashes leaves, for (address of the table, address of the digests, count of leaves)."""
+    library = driver.load_library(address_of(code))
+    try:
+        yield driver.kernel_function(driver.kernel_of_library(library, KERNEL))
+    finally:
+        driver.unload_library(library)
+
+
 def leaf_digests(
     driver: Driver, device: int, stream: int, code: bytes, parts: Sequence[tuple[int, int]]
 ) -> list[bytes]:
@@ -52,9 +62,7 @@ def leaf_digests(
     leaves = _leaves(parts)
     words = np.empty((len(leaves), _WORDS), "<u4")
     with ExitStack() as undo:
-        library = driver.load_library(address_of(code))
-        undo.callback(driver.unload_library, library)
-        function = driver.kernel_function(driver.kernel_of_library(library, KERNEL))
+        function = undo.enter_context(leaf_kernel(driver, code))
         table = undo.enter_context(device_bytes(driver, device, leaves.nbytes + words.nbytes))
         digests = table + leaves.nbytes
         driver.copy_to_device(table, int(leaves.ctypes.data), leaves.nbytes)

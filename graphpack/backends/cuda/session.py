@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from graphpack.backends.cuda.device import read_device
+from graphpack.backends.cuda.first_graph import make_first_graph
 from graphpack.backends.cuda.host import HostBuffer, HostPages
 from graphpack.identity.environment import CudaDevice
 
@@ -27,6 +28,7 @@ class DeviceSession:
         self.index, self._load = index, load
         self._described = pool.submit(read_device, index, load)
         self._context = pool.submit(self._retain)
+        self._first_graph = pool.submit(self._make_first_graph)
         pool.shutdown(wait=False)
         self._buffers: list[Future[HostBuffer]] = []
         self._closed = False
@@ -45,6 +47,14 @@ class DeviceSession:
     def _retain(self) -> int:
         self._described.result()
         return self.driver.retain_context(self.device)
+
+    def _make_first_graph(self) -> None:
+        self.driver.set_context(self.context)
+        make_first_graph(self.driver, self.device)
+
+    def ready_for_graphs(self) -> None:
+        """Wait until graphs take no longer than they must. Raises CudaError."""
+        self._first_graph.result()
 
     @property
     def driver(self) -> Driver:
@@ -68,6 +78,7 @@ class DeviceSession:
         if self._closed:
             return
         self._closed = True
+        self._first_graph.exception()
         if self._context.exception() is None:
             self.driver.set_context(self.context)
             with ExitStack() as last:

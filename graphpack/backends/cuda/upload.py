@@ -112,7 +112,7 @@ class Upload:
     """Runs a plan in threads of its own from the start; `wait` for it before anything is launched.
 
     `mode` says how the bytes travelled, once it has ended. `buffer` is one of `upload_buffers` bytes, which is closed
-    then; without, one is made.
+    after that; without, one is made.
     """
 
     def __init__(
@@ -125,22 +125,28 @@ class Upload:
     ) -> None:
         self.mode = "uploaded"
         self._driver, self._context, self._plan, self._source = driver, context, plan, source
-        self._buffer = buffer
+        self._given = buffer
+        self._buffer: HostBuffer | None = None
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(1, "graphpack-upload")
         self._done = self._pool.submit(self._run)
+        # Unlocking takes the driver as long as a gigabyte takes to travel, and what waits for weights need not wait.
+        self._unlocked = self._pool.submit(self._unlock)
 
     def wait(self) -> None:
         """Until all bytes have arrived. Raises what stopped them: CudaError, StorageError, WeightsMismatchError."""
         self._done.result()
 
     def close(self) -> None:
-        """Stop early, if need be; nothing is copied after this."""
+        """Stop early, if need be; nothing is copied after this, and the buffer is closed. Closing twice is fine."""
         self._stop.set()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._unlocked.result()
+        self._pool.shutdown(wait=True)
 
     def _run(self) -> None:
         self._driver.set_context(self._context)
+        if self._given is not None:
+            self._buffer = self._given.result()
         if self._plan.copies:
             self._copy()
         if self._plan.conversions:
@@ -149,12 +155,16 @@ class Upload:
     def _copy(self) -> None:
         work = deque(pieces(self._plan.copies, PIECE))
         size = upload_buffers(sum(copy.size for copy in self._plan.copies))
-        buffer = self._buffer.result() if self._buffer else HostBuffer(self._driver, size, HostPages(size))
+        buffer = self._buffer = self._buffer or HostBuffer(self._driver, size, HostPages(size))
         threads = min(size, len(buffer)) // (SLOTS * _PLACE)
-        with closing(buffer), quick_handover(), ThreadPoolExecutor(threads, "graphpack-upload") as pool:
+        with quick_handover(), ThreadPoolExecutor(threads, "graphpack-upload") as pool:
             jobs = [pool.submit(self._carry, work, buffer, number * SLOTS * _PLACE) for number in range(threads)]
         for job in jobs:
             job.result()
+
+    def _unlock(self) -> None:
+        if self._buffer is not None:
+            self._buffer.close()
 
     def _carry(self, work: deque[Piece], buffer: HostBuffer, first: int) -> None:
         try:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from graphpack.backends.cuda import structs
-from graphpack.backends.cuda.driver import Driver
+from graphpack.backends.cuda.driver import Driver, addresses
 from graphpack.backends.cuda.libcuda import CudaError
+from graphpack.backends.cuda.rebuild import build_graph
+from tests.backends.cuda.kept import ARCHIVES, graphs_of, record_of
 
 NAMES = ("cuGraphAddKernelNode_v2", "cuGraphAddMemsetNode")
 
@@ -79,3 +82,84 @@ def test_an_attribute_that_cannot_be_set_is_an_error() -> None:
     driver = driver_of({"cuGraphKernelNodeSetAttribute": lambda *_: structs.INVALID_VALUE})
     with pytest.raises(CudaError, match="cuGraphKernelNodeSetAttribute"):
         driver.set_node_attributes([1], [4], np.zeros((1, 64), np.uint8))
+
+
+@pytest.mark.parametrize("table", [np.zeros((0, 64), np.uint8), np.zeros(0, structs.KERNEL_NODE_PARAMS)])
+def test_a_table_without_rows_has_no_addresses(table: np.ndarray) -> None:
+    """numpy gives some of them a stride of 0."""
+    assert [*addresses(table)] == []
+
+
+class KeepingLibrary:
+    """The functions that build a graph, which keep what they are called with."""
+
+    def __init__(self) -> None:
+        self.kernels: list[tuple[int, ...]] = []
+        self.others = 0
+        self.edges: list[tuple[int, int, int]] = []
+        self.attributes: dict[tuple[int, int], bytes] = {}
+        self._node = 1 << 44
+
+    def functions(self) -> dict[str, Callable[..., int]]:
+        return {
+            "cuGraphCreate": lambda *_: 0,
+            "cuGraphAddKernelNode_v2": self.add_kernel,
+            **dict.fromkeys(("cuGraphAddMemsetNode", "cuGraphAddMemcpyNode", "cuGraphAddEmptyNode"), self.add_other),
+            "cuGraphKernelNodeSetAttribute": self.set_attribute,
+            "cuGraphKernelNodeGetAttribute": self.get_attribute,
+            "cuGraphAddDependencies_v2": self.add_edges,
+            "cuGraphGetEdges_v2": self.get_edges,
+        }
+
+    def _add(self, node: Any) -> int:
+        self._node += 64
+        place = node if isinstance(node, int) else ctypes.addressof(node._obj)
+        ctypes.c_uint64.from_address(place).value = self._node
+        return 0
+
+    def add_kernel(self, node: int, graph: Any, none: Any, count: Any, row: int) -> int:
+        table = np.frombuffer(ctypes.string_at(row, structs.KERNEL_NODE_PARAMS.itemsize), structs.KERNEL_NODE_PARAMS)
+        self.kernels.append((int(table["func"][0]), *table["grid"][0].tolist(), *table["block"][0].tolist()))
+        return self._add(node)
+
+    def add_other(self, node: Any, *_: Any) -> int:
+        self.others += 1
+        return self._add(node)
+
+    def set_attribute(self, node: int, attribute: int, address: int) -> int:
+        self.attributes[node, attribute] = ctypes.string_at(address, 64)
+        return 0
+
+    def get_attribute(self, node: int, attribute: int, address: int) -> int:
+        ctypes.memmove(address, self.attributes[node, attribute], 64)
+        return 0
+
+    def add_edges(self, graph: Any, sources: int, targets: int, data: int, count: int) -> int:
+        rows = (np.frombuffer(ctypes.string_at(at, 8 * count), "<u8").tolist() for at in (sources, targets, data))
+        self.edges += zip(*rows, strict=True)
+        return 0
+
+    def get_edges(self, graph: Any, sources: int, targets: int, data: int, count: Any) -> int:
+        count._obj.value = len(self.edges)
+        for place, values in zip((sources, targets, data), zip(*self.edges, strict=True), strict=False):
+            if place:
+                ctypes.memmove(place, np.array(values, "<u8").tobytes(), 8 * len(values))
+        return 0
+
+
+@pytest.mark.parametrize("path", ARCHIVES, ids=lambda path: path.name)
+def test_the_graphs_of_the_kept_archives_are_built_call_by_call(path: Path) -> None:
+    places = {region.name: (1 << 45) + region.offset for region in record_of(path).layout.regions}
+    for columns in graphs_of(path):
+        library, names = KeepingLibrary(), columns.names
+        functions = {
+            (names.images[kernel.image], kernel.name): number + 1 for number, kernel in enumerate(names.kernels)
+        }
+        build_graph(driver_of(library.functions()), columns, functions, places, 1)
+        rows = columns.launches
+        assert library.kernels == [
+            (int(row["kernel"]) + 1, *row["grid"].tolist(), *row["block"].tolist()) for row in rows
+        ]
+        assert len(library.kernels) + library.others == len(columns.kinds)
+        assert len(library.edges) == len(columns.edges)
+        assert len(library.attributes) == len(columns.attributes)

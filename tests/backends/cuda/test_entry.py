@@ -37,6 +37,8 @@ from tests.archive.build import identity, read_record, reseal
 from tests.backends.cuda.entry import BASE, make_cuda_archive
 from tests.backends.cuda.fake_driver import FakeDriver
 
+pytestmark = pytest.mark.usefixtures("no_first_graph")
+
 
 @pytest.fixture(scope="session")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:

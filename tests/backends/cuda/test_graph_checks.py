@@ -24,6 +24,8 @@ from graphpack.backends.cuda.structs import OUT_OF_MEMORY
 from graphpack.errors import CorruptArchiveError, Problem
 from tests.backends.cuda.kept import ARCHIVES, AnsweringDriver, record_of, replayable
 
+pytestmark = pytest.mark.usefixtures("no_first_graph")
+
 SECONDS = 20
 
 

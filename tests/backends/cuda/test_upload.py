@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,43 @@ def test_a_file_that_cannot_be_read_stops_the_upload(
         started.wait()
     started.close()
     assert not driver.locked
+
+
+def test_weights_are_there_before_the_buffer_is_unlocked(
+    driver: FakeDriver, source: WeightSource, contents: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlock, go_on = driver.unregister_host, threading.Event()
+
+    def slow(address: int) -> None:
+        assert go_on.wait(60)
+        unlock(address)
+
+    monkeypatch.setattr(driver, "unregister_host", slow)
+    started = Upload(driver, 1, plan_upload(REGIONS, ADDRESSES, source), source)
+    started.wait()
+    assert arrived(driver, contents)
+    assert driver.locked
+    go_on.set()
+    started.close()
+    assert not driver.locked
+
+
+def test_a_buffer_that_cannot_be_unlocked_is_said_when_it_is_closed(
+    driver: FakeDriver, source: WeightSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "unregister_host", lambda _: driver._fail("cuMemHostUnregister", 700))
+    started = Upload(driver, 1, plan_upload(REGIONS, ADDRESSES, source), source)
+    started.wait()
+    with pytest.raises(CudaError, match="cuMemHostUnregister"):
+        started.close()
+
+
+def test_a_buffer_that_nothing_travels_through_is_unlocked(driver: FakeDriver) -> None:
+    values = np.ones(100, np.float32)
+    source = WeightSource.from_arrays({"a": values}, {"a": "float32"})
+    buffer: Future[HostBuffer] = Future()
+    buffer.set_result(HostBuffer(driver, 4096))
+    run(driver, source, [weight("a", 100, "bfloat16")], buffer)
 
 
 def test_closing_early_ends_it(driver: FakeDriver, source: WeightSource) -> None:
