@@ -60,7 +60,8 @@ class Golden:
 
 
 class Driver:
-    """Chooses the inputs of each step: greedy decoding for a decode step, seeded values for anything else."""
+    """Chooses the inputs of each step: greedy decoding for a decode step, seeded values for anything else, integers no
+    two of which are the same where their bounds have as many."""
 
     def __init__(self, bucket: Bucket, inputs: tuple[TensorSpec, ...]) -> None:
         self._bucket = bucket
@@ -96,7 +97,14 @@ class Driver:
             values = np.asarray(self._generator.standard_normal(spec.shape), np.float32)
             return convert(memoryview(values.tobytes()), "float32", spec.dtype).reshape(spec.shape)
         low, high = spec.minimum or 0, spec.maximum if spec.maximum is not None else 1
-        return self._generator.integers(low, high, spec.shape, endpoint=True).astype(DTYPES[spec.dtype].numpy)
+        size, count = math.prod(spec.shape), high - low + 1
+        if size <= count < 1 << 63:
+            # Where a graph writes, such as rows of its state: two threads that write to one place may do so in either
+            # order, and no replay would have to give the recorded bits.
+            values = self._generator.choice(count, size, replace=False).reshape(spec.shape) + low
+        else:
+            values = self._generator.integers(low, high, spec.shape, endpoint=True)
+        return values.astype(DTYPES[spec.dtype].numpy)
 
     def advance(self, step: int, choice: np.ndarray) -> None:
         """`choice` int64 `[batch]`: eager's argmax, the next token of every row that has joined."""

@@ -7,6 +7,7 @@
 # pieces           capture tiny-qwen3 and encode it, step by step, in one process
 # smoke            save tiny-qwen3 (moved and poisoned in its proof), restore it in a fresh process
 # tests            refusals, relocation, two archives, leaks, the engine example
+# engine           the last of these alone
 # dispatch         rows that come and go over eight buckets, and the fallback to the model itself
 # pool             a hundred switches between models of which one is awake, how fast they wake (after bench quick)
 # compile          the smoke stage for torch.compile's kernels, with empty caches
@@ -69,6 +70,7 @@ while [ "$#" -gt 0 ]; do
         pieces) stage pieces 60 "$PYTHON" scripts/gpu/pieces.py ;;
         smoke) stage smoke 150 "$PYTHON" scripts/gpu/smoke.py ;;
         tests) stage tests 300 "$PYTHON" scripts/gpu/checks.py ;;
+        engine) stage engine 120 "$PYTHON" scripts/gpu/checks.py engine ;;
         dispatch) stage dispatch 300 "$PYTHON" scripts/gpu/dispatch.py ;;
         pool) stage pool 120 "$PYTHON" scripts/gpu/pool.py ;;
         compile) stage compile 240 "$PYTHON" scripts/gpu/smoke.py --compile ;;

@@ -311,6 +311,31 @@ def test_an_index_out_of_range_is_refused(part: str, limit: int, below: bool, go
     )
 
 
+@pytest.mark.parametrize(
+    ("shape", "minimum", "maximum"), [((4,), 0, 63), ((64,), 0, 63), ((3, 5), -7, 7), ((9,), 0, 8)]
+)
+def test_places_that_a_graph_may_write_to_are_each_given_once(
+    shape: tuple[int, ...], minimum: int, maximum: int
+) -> None:
+    spec = TensorSpec(name="rows", dtype="int64", shape=shape, minimum=minimum, maximum=maximum)
+    driver = Driver(BUCKET, (spec,))
+    seen = set()
+    for step in range(200):
+        values = driver.inputs(step)["rows"]
+        assert values.shape == shape
+        assert values.dtype == np.int64
+        assert len(np.unique(values)) == values.size
+        seen |= set(values.ravel().tolist())
+    assert seen == set(range(minimum, maximum + 1))
+
+
+@pytest.mark.parametrize("maximum", [1, (1 << 63) - 1])
+def test_places_of_which_there_are_fewer_or_that_cannot_be_counted_may_come_twice(maximum: int) -> None:
+    spec = TensorSpec(name="rows", dtype="int64", shape=(40,), minimum=0 if maximum == 1 else -maximum, maximum=maximum)
+    values = Driver(BUCKET, (spec,)).inputs(0)["rows"]
+    assert len(np.unique(values)) == min(maximum + 1, 40)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_inputs_that_are_not_those_of_a_decoder_are_seeded_numbers(dtype: str) -> None:
     specs = (
