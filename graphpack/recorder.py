@@ -98,8 +98,8 @@ class Recorder:
 
         `name` ends in the batch size, as in `decode/8`. Each graph has its own inputs and outputs; `state` and the
         parameters and buffers of `weights` are the same for all. The first output is `[batch, n]`, floating. `bounds`
-        has the smallest and largest value of integer inputs, inclusive. The proof takes no value twice in a step where they
-        allow that: a graph may write at these places.
+        has the smallest and largest value of integer inputs, inclusive. Where they allow that, the proof takes no value
+        twice in a step: a graph may write at these places.
         Raises UsageError for another name, CaptureRefusedError for tensors that lie elsewhere.
         """
         batch = name.rpartition("/")[2]
