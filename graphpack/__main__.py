@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from graphpack import process
 from graphpack.errors import GraphpackError, Problem, StorageError, UsageError
@@ -40,7 +40,17 @@ class _StoppedError(GraphpackError):
 def main() -> int:
     """Run the command line of this process."""
     process.prepare()
-    return run(sys.argv[1:])
+    process.FAREWELL.append(_say_farewell)
+    code = run(sys.argv[1:])
+    for end in process.ENDINGS:
+        end(code)
+    return code
+
+
+def _say_farewell(error: GraphpackError) -> NoReturn:
+    """From another thread than the main one."""
+    process.stdout_for_last_words()
+    process.leave(_fail(error, _Forms.of(sys.argv[1:])))
 
 
 def run(arguments: Sequence[str]) -> int:

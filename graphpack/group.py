@@ -9,22 +9,15 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from types import FrameType
 from typing import Any
 
-import torch
-from torch import distributed
-
-# torch documents these names here, and does not tell type checkers.
-from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
-
+from graphpack import collectives, process
 from graphpack.archive.ranks import Part
 from graphpack.errors import (
     GraphpackError,
@@ -47,8 +40,8 @@ JOIN_SECONDS = 20.0
 """How long all others may take to start."""
 LEAVE_SECONDS = 10.0
 """How long the store outlives its rank for the others to read why it ends."""
-COLLECTIVE_SECONDS = 600.0
-"""How long a rank may be the only one in an operation of all. One that is gone is noticed before."""
+STUCK_SECONDS, CLEANING_SECONDS = 3.0, 8.0
+"""How long a command's main thread may take, when another rank has failed, to notice, and to clean up and to end."""
 _POLL_SECONDS = (0.002, 0.05)
 _WEIGHTS = ("weights", "files", "model")
 """Facts of which another answer means other weights or another model."""
@@ -76,7 +69,8 @@ class Group:
         self._wait_for_all()
         self._watching.start()
         atexit.register(self.close)
-        _start(self._store, place, backend)
+        process.ENDINGS.append(self.end)
+        collectives.start(self._store, place, backend, JOIN_SECONDS)
 
     def _wait_for_all(self) -> None:
         end = time.monotonic() + JOIN_SECONDS
@@ -182,7 +176,8 @@ class Group:
     def _tell(self, error: GraphpackError) -> None:
         with suppress(Exception):  # whoever holds the store may be the one that is gone
             self._set("failed", json.dumps(error.as_dict()).encode())
-        _stop()
+        if not _ends_as_command():
+            collectives.stop()
 
     def _named(self, rank: int, error: GraphpackError) -> GraphpackError:
         """With this a group ends."""
@@ -237,7 +232,7 @@ class Group:
     # --- The thread that beats and watches
 
     def _watch(self) -> None:
-        count = 0
+        count, began = 0, 0.0
         while not self._over.wait(BEAT_SECONDS):
             count += 1
             try:
@@ -246,11 +241,31 @@ class Group:
                 broken = self._lost is not None or any(self._has("failed", rank) for rank in self._others)
             except RuntimeError:
                 self._lost, broken = 0, True
-            if broken and not self._over.is_set():
-                BROKEN.set()
-                _stop_waiting()
-                if self._armed and not self._deaf:  # else once it waits for something again
-                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
+            if (broken or self._ended is not None) and not self._over.is_set():
+                began = began or time.monotonic()
+                self._break_main_off(broken, time.monotonic() - began)
+
+    def _break_main_off(self, broken: bool, seconds: float) -> None:
+        """Let the main thread end. Without a device it can be interrupted. One that waits for a device, which waits for
+        a rank that is gone, cannot: a command then ends without it, and for any other process the sum is aborted, which
+        torch may not survive."""
+        if broken:
+            BROKEN.set()
+            if not _ends_as_command():
+                collectives.stop_waiting()
+            if self._armed and not self._deaf:  # else once it waits for something again
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
+        if _ends_as_command() and seconds > (CLEANING_SECONDS if self._deaf else STUCK_SECONDS):
+            error = self._ended or self._why()
+            self._leave()
+            process.FAREWELL[0](error)
+
+    def _why(self) -> GraphpackError:
+        """What ended the group, as far as the store still tells it."""
+        try:
+            return self._failure() or self._gone(self._lost or 0)
+        except RuntimeError:
+            return self._gone(0)
 
     def _silent(self, rank: int) -> bool:
         """Whether a rank has neither left nor said for long that it lives."""
@@ -268,6 +283,22 @@ class Group:
         if self._over.is_set():
             return
         atexit.unregister(self.close)
+        process.ENDINGS.remove(self.end)
+        self._leave()
+        self._over.set()
+        self._watching.join(2 * BEAT_SECONDS)
+        collectives.stop()
+        if self in JOINED:
+            JOINED.remove(self)
+
+    def end(self, code: int) -> None:
+        """Leave, at the end of a command. One that used a device ends here: what torch does at last to operations of
+        all ranks may crash the process, or wait for one that is gone."""
+        if collectives.wait_for_ever():
+            self._leave()
+            process.leave(code)
+
+    def _leave(self) -> None:
         with suppress(Exception):  # the store may be gone with its rank
             self._set("left", b"")
             end = time.monotonic() + LEAVE_SECONDS
@@ -275,11 +306,6 @@ class Group:
                 if all(self._has("left", rank) for rank in self._others):
                     break
                 time.sleep(_POLL_SECONDS[1])
-        self._over.set()
-        self._watching.join(2 * BEAT_SECONDS)
-        _stop()
-        if self in JOINED:
-            JOINED.remove(self)
 
     # --- The store
 
@@ -321,45 +347,8 @@ def _differences(told: Sequence[Mapping[str, Any]]) -> list[Problem]:
     ]
 
 
-def _start(store: Any, place: Place, backend: str) -> None:
-    """torch's default process group, through which split operations add up."""
-    device = None
-    BROKEN.clear()
-    if backend == "cuda":
-        # Else torch ends this process where it notices that another is gone, before it can say so.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-        device = torch.device("cuda", place.local)
-        torch.cuda.set_device(device)
-    try:
-        distributed.init_process_group(
-            "gloo" if device is None else "nccl",
-            store=PrefixStore("collectives", store),
-            rank=place.part.rank,
-            world_size=place.part.world_size,
-            timeout=timedelta(seconds=JOIN_SECONDS),
-            device_id=device,
-        )
-        distributed_c10d._set_pg_timeout(timedelta(seconds=COLLECTIVE_SECONDS))
-    except (RuntimeError, ValueError) as error:
-        problem = Problem("torch.distributed", "", str(error)[:300])
-        raise RankLostError(f"{place.part} cannot reach the others", [problem]) from error
-
-
-def _stop() -> None:
-    """Leave operations of all ranks, so that others do not wait in one."""
-    if distributed.is_initialized():
-        with suppress(Exception):  # what it cannot close, the end of the process will
-            if distributed.get_backend() == "nccl":
-                _stop_waiting()
-            else:
-                distributed.destroy_process_group()
-
-
-def _stop_waiting() -> None:
-    """On a device, an operation of all waits for ever for a rank that is gone. Sockets notice by themselves."""
-    if distributed.is_initialized() and distributed.get_backend() == "nccl":
-        with suppress(Exception):  # the main thread reports what it waited for
-            distributed_c10d._abort_process_group()
+def _ends_as_command() -> bool:
+    return bool(process.FAREWELL) and collectives.wait_for_ever()
 
 
 def join(place: Place, backend: str) -> Company:

@@ -8,11 +8,23 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
+
+if TYPE_CHECKING:
+    from graphpack.errors import GraphpackError
 
 STDOUT, STDERR = 1, 2
+
+FAREWELL: list[Callable[[GraphpackError], None]] = []
+"""How a command ends at once, with an error, where its main thread cannot: it waits for a device that waits for ever.
+Empty in a process that is no command."""
+ENDINGS: list[Callable[[int], None]] = []
+"""What comes at the end of a command, with its exit status; one that need not return."""
+
+_answers: list[int] = []
+"""Descriptors of what is standard output for an answer, while that of the process is standard error."""
 
 
 class Interrupted(BaseException):
@@ -71,10 +83,28 @@ def stray_output_to_stderr() -> Iterator[TextIO]:
             contextlib.redirect_stdout(sys.stderr),
             open(kept, "w", encoding=encoding, errors="backslashreplace", closefd=False) as answer,
         ):
+            _answers.append(kept)
             yield answer
     finally:
+        if kept in _answers:
+            _answers.remove(kept)
         os.dup2(kept, STDOUT)
         os.close(kept)
+
+
+def stdout_for_last_words() -> None:
+    """Let what any thread prints now be the answer, whatever the main thread is in the midst of."""
+    if _answers:
+        os.dup2(_answers[-1], STDOUT)
+    sys.stdout = open(STDOUT, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115 - the last
+
+
+def leave(code: int) -> NoReturn:
+    """End now, without what Python and libraries do at the end of a process."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # whoever read it may be gone
+            stream.flush()
+    os._exit(code)
 
 
 def abandon_stdout() -> None:

@@ -36,7 +36,7 @@ ORDER = """
     models.sharding models.checkpoint models.presets models.attention models.operations models.experts models.decoder
     models.ranked
     models.factory models.registry models.locate models.tokenizer
-    ranks meeting group regions tensor golden backends backends.spare lockstep modes splitting
+    ranks meeting collectives group regions tensor golden backends backends.spare lockstep modes splitting
     backends.capturing backends.inductor_cache
     backends.cpu.policy backends.cpu.memory backends.cpu.runtime backends.cpu.stitched backends.cpu.restore
     backends.cpu
@@ -80,6 +80,7 @@ MAY_USE_TORCH = {
     "models.ranked",
     "models.factory",
     "meeting",
+    "collectives",
     "group",
     "lockstep",
     "modes",
@@ -210,7 +211,7 @@ def test_torch_stays_on_the_way_of_save(module: str) -> None:
 
 
 def test_the_list_of_torch_modules_is_tight() -> None:
-    through_others = {"backends.cpu.capturing", "backends.cpu.pieces"}
+    through_others = {"backends.cpu.capturing", "backends.cpu.pieces", "group"}
     assert {module for module in MAY_USE_TORCH if "torch" not in roots(module)} <= through_others
 
 

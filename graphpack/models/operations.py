@@ -151,6 +151,8 @@ def all_reduce(partial: Tensor) -> Tensor:
 
     Every rank of torch's default process group must come here. Raises RankLostError if one is gone.
     """
+    # Another thread may be taking apart what sums travel through.
+    refuse_broken()
     total = partial.clone(memory_format=torch.contiguous_format)
     try:
         torch.distributed.all_reduce(total)

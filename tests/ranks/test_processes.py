@@ -361,6 +361,57 @@ def test_a_rank_killed_in_a_load_ends_the_others(killed: int, other: str, ranks:
     assert_ends_with(ended, killed)
 
 
+# A device cannot be interrupted while it waits, and neither can what blocks signals.
+WAITS_FOR_EVER = """
+import graphpack.collectives, graphpack.group
+graphpack.collectives.wait_for_ever = lambda: True
+graphpack.group.STUCK_SECONDS, graphpack.group.CLEANING_SECONDS = 1, 2
+"""
+STUCK = """
+def wait(*_):
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGURG})
+    __import__("time").sleep(100)
+import graphpack.trials
+graphpack.trials.verify_graphs = wait
+"""
+CLEANS_UP_FOR_LONG = """
+from graphpack.backends.cpu.memory import CpuMemory
+CpuMemory.close = lambda _: __import__("time").sleep(100)
+def wait(*_):
+    __import__("time").sleep(100)
+import graphpack.trials
+graphpack.trials.verify_graphs = wait
+"""
+
+
+@pytest.mark.parametrize("other", [STUCK, CLEANS_UP_FOR_LONG], ids=["waits", "cleans up"])
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_command_whose_main_thread_is_stuck_ends_without_it(
+    killed: int, other: str, ranks: Ranks, kept: Path
+) -> None:
+    dies = IN_PROOF.format(act=DIES)
+    programs = [KILLED.format(setup=WAITS_FOR_EVER + (dies if rank == killed else other)) for rank in range(SIZE)]
+    assert_ends_with(ranks(programs, "load", kept, "--verify", "--format", "json"), killed)
+
+
+def test_a_command_that_is_stuck_says_why_another_failed(ranks: Ranks, kept: Path) -> None:
+    fails = "import graphpack.trials as t; t.verify_graphs = lambda *_: [][0]"
+    programs = [KILLED.format(setup=WAITS_FOR_EVER + setup) for setup in (STUCK, fails)]
+    stuck, failed = ranks(programs, "load", kept, "--verify", "--format", "json")
+    assert [one.code for one in (stuck, failed)] == [1, 1]
+    assert error_of(stuck)["message"] == "rank 1 of 2: IndexError in verify: list index out of range"
+    assert stuck.seconds - failed.seconds < LIMIT
+
+
+def test_a_command_on_devices_ends_before_torch_tears_anything_down(ranks: Ranks, kept: Path) -> None:
+    late = 'import atexit; atexit.register(print, "torn down")\n'
+    for here, torn_down in ((WAITS_FOR_EVER, False), ("", True)):
+        for one in ranks(late + here + GRAPHPACK, "load", kept, "--format", "json"):
+            assert one.code == 0, one.err
+            assert ("torn down" in one.out) is torn_down
+            assert json.loads(one.out.partition("torn down")[0])["command"] == "load"
+
+
 def test_a_rank_killed_in_a_save_ends_the_others_at_once_and_leaves_no_entry(ranks: Ranks, tmp_path: Path) -> None:
     """The other one waits for something that takes much longer."""
     programs = [KILLED.format(setup=IN_SAVE.format(act=act)) for act in (WAITS, DIES)]

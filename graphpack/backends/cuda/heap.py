@@ -30,7 +30,7 @@ class HeapPages:
     def __init__(self, size: int) -> None:
         found = (_libc.malloc(CHUNK) for _ in range(-(-size // CHUNK)))
         self._chunks = [address for address in found if address]
-        self._making = PageMaking(spans(self._chunks), populate)
+        self._making = PageMaking(spans(self._chunks), populate, None)
 
     def release(self) -> None:
         """Let malloc have them, all but the newest: at the heap's end, it keeps the others from going to the system."""

@@ -37,7 +37,7 @@ class HostPages:
         self.array = whole[start : start + size]
         address = int(self.array.ctypes.data)
         advise(address, size, mmap.MADV_HUGEPAGE)
-        self._making = PageMaking([(address, address + size)], _write)
+        self._making = PageMaking([(address, address + size)], _write, whole)
 
     def wait(self) -> None:
         self._making.wait()
@@ -45,27 +45,31 @@ class HostPages:
 
 class PageMaking:
     """The pages of (start, end) of memory, made from now on by threads that call `make(start, end)` for parts of it.
+    They keep `memory`, since what they write to must not be anybody else's by then.
 
     The kernel's lock on this process's memory is taken for as long as one call makes pages without a fault in between,
     and whoever maps memory waits for it: threads that start, Python, and most of all the driver, while it starts.
     """
 
-    def __init__(self, spans: Sequence[tuple[int, int]], make: Callable[[int, int], None]) -> None:
+    def __init__(self, spans: Sequence[tuple[int, int]], make: Callable[[int, int], None], memory: object) -> None:
         share = -(-sum(end - start for start, end in spans) // _MAKERS // HUGE_PAGE) * HUGE_PAGE
         parts = [(at, min(at + share, end)) for start, end in spans for at in range(start, end, max(share, HUGE_PAGE))]
         # A thread starts the others, since each has to wait until the kernel can map its stack.
         starter = ThreadPoolExecutor(1, "graphpack-pages")
-        self._made = starter.submit(_make_pages, parts, make)
+        self._made = starter.submit(_make_pages, parts, make, [memory])
         starter.shutdown(wait=False)
 
     def wait(self) -> None:
         self._made.result()
 
 
-def _make_pages(parts: Sequence[tuple[int, int]], make: Callable[[int, int], None]) -> None:
-    with ThreadPoolExecutor(_MAKERS, "graphpack-pages") as makers:
-        for _ in makers.map(make, *zip(*parts, strict=True)):
-            pass
+def _make_pages(parts: Sequence[tuple[int, int]], make: Callable[[int, int], None], kept: list[object]) -> None:
+    try:
+        with ThreadPoolExecutor(_MAKERS, "graphpack-pages") as makers:
+            for _ in makers.map(make, *zip(*parts, strict=True)):
+                pass
+    finally:
+        kept.clear()
 
 
 def _write(start: int, end: int) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import mmap
 import threading
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +37,7 @@ def test_pages_are_made_before_anyone_writes(size: int) -> None:
 def test_every_part_of_several_spans_is_made() -> None:
     spans = [(64, 164), (1 << 32, (1 << 32) + 9 * HUGE_PAGE + mmap.PAGESIZE)]
     made: list[tuple[int, int]] = []
-    PageMaking(spans, lambda start, end: made.append((start, end))).wait()
+    PageMaking(spans, lambda start, end: made.append((start, end)), None).wait()
     made.sort()
     assert made[0] == spans[0]
     assert (made[1][0], made[-1][1]) == spans[1]
@@ -50,7 +53,7 @@ def test_whoever_has_pages_made_does_not_wait_for_them() -> None:
         assert go.wait(30)
         threads.add(threading.get_ident())
 
-    making = PageMaking([(0, 64 * HUGE_PAGE)], make)
+    making = PageMaking([(0, 64 * HUGE_PAGE)], make, None)
     assert not threads
     go.set()
     making.wait()
@@ -63,7 +66,7 @@ def test_what_goes_wrong_with_pages_is_raised_where_they_are_waited_for() -> Non
         raise OSError(start)
 
     with pytest.raises(OSError, match=r"^7$"):
-        PageMaking([(7, 8)], make).wait()
+        PageMaking([(7, 8)], make, None).wait()
 
 
 def test_pages_that_are_in_use_keep_what_is_there_and_are_made_a_little_at_a_time(
@@ -87,6 +90,27 @@ def test_pages_that_are_in_use_keep_what_is_there_and_are_made_a_little_at_a_tim
     assert sum(calls) == size
     assert max(calls) <= 8 << 20
     assert (whole[5], int(whole.sum())) == (9, 9)
+
+
+def test_memory_is_kept_while_its_pages_are_made_whoever_lets_go_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros would be written to what others have there by then."""
+    started, go = threading.Event(), threading.Event()
+
+    def write(start: int, end: int) -> None:
+        started.set()
+        assert go.wait(30)
+        ctypes.memset(start, 0, end - start)
+
+    monkeypatch.setattr(host, "_write", write)
+    pages = HostPages(SIZE)
+    assert started.wait(30)
+    memory, making = weakref.ref(pages.array.base), pages._making
+    del pages
+    gc.collect()
+    assert memory() is not None
+    go.set()
+    making.wait()
+    assert memory() is None
 
 
 def test_a_closed_buffer_holds_no_memory_even_if_it_is_kept() -> None:
