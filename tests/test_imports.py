@@ -45,7 +45,7 @@ ORDER = """
     backends.cuda.structs backends.cuda.libcuda backends.cuda.driver backends.cuda.device
     backends.cuda.attributes backends.cuda.columns_check backends.cuda.columns backends.cuda.builder
     backends.cuda.host backends.cuda.host_weights backends.cuda.heap backends.cuda.images backends.cuda.spans
-    backends.cuda.leaf_hash backends.cuda.first_graph
+    backends.cuda.own_kernels backends.cuda.leaf_hash backends.cuda.assertions
     backends.cuda.bindings backends.cuda.piece_columns backends.cuda.pieces_check
     backends.cuda.graphs_check backends.cuda.placement
     backends.cuda.arena

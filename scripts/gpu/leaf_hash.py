@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from harness import Report, expect, main
 
-from graphpack.backends.cuda import leaf_hash
+from graphpack.backends.cuda import leaf_hash, own_kernels
 from graphpack.backends.cuda.driver import Driver, driver
 from graphpack.identity.weights import LEAF_BYTES
 
@@ -100,10 +100,10 @@ def _rates(report: Report, device: Device, name: str) -> None:
 
 
 def hashing(report: Report) -> None:
-    kept = leaf_hash.IMAGES
+    kept = own_kernels.IMAGES
     with _device(max(RATED.values())) as device:
         for images in (kept, *map(Path, sys.argv[1:])):
-            leaf_hash.IMAGES = images
+            own_kernels.IMAGES = images
             with report.check(f"digests, {images.name}"):
                 _correct(report, device)
             with report.check(f"rates, {images.name}"):

@@ -1,7 +1,7 @@
 """Weights hashed by the device they have been copied to: what is proven are the very bytes that graphs will read.
 
-A thread takes as long for its leaf whether few others run or many, so all leaves are hashed in one launch. The kernel's
-images are kept beside its source, `kernels/leaf_hash.cu`.
+A thread takes as long for its leaf whether few others run or many, so all leaves are hashed in one launch. The
+kernel is `kernels/leaf_hash.cu`.
 """
 
 from __future__ import annotations
@@ -9,46 +9,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from ctypes import c_uint, c_uint64
-from pathlib import Path
 
 import numpy as np
 
 from graphpack.backends.cuda.driver import Driver
-from graphpack.backends.cuda.host import address_of
-from graphpack.backends.cuda.structs import CAPABILITY_MAJOR, CAPABILITY_MINOR
+from graphpack.backends.cuda.own_kernels import code_for, own_kernel
 from graphpack.identity.weights import LEAF_BYTES
 
 KERNEL = "graphpack_leaf_hash"
-IMAGES = Path(__file__).parent / "kernels"
 ALIGNMENT = 16
 """Of what can be hashed: the kernel reads as much at once."""
 LEAF = np.dtype([("address", "<u8"), ("length", "<u4"), ("unused", "<u4")])
 
-_DRIVER_CUDA = 13000
-"""Of the compiler that made the images: older drivers do not know their form."""
 _WORDS = 8
 _THREADS = 32
 """In a block, so that a few thousand leaves are spread over all multiprocessors."""
 
 
 def leaf_code(driver: Driver, device: int) -> bytes | None:
-    """The kernel's image for a device; None where no image fits. One for a processor fits later ones of its family."""
-    if driver.version() < _DRIVER_CUDA:
-        return None
-    family = 10 * driver.device_attribute(device, CAPABILITY_MAJOR)
-    processor = family + driver.device_attribute(device, CAPABILITY_MINOR)
-    paths = (IMAGES / f"leaf_hash.sm_{number}.cubin" for number in range(processor, family - 1, -1))
-    return next((path.read_bytes() for path in paths if path.exists()), None)
-
-
-@contextmanager
-def leaf_kernel(driver: Driver, code: bytes) -> Iterator[int]:
-    """The function that hashes leaves, for (address of the table, address of the digests, count of leaves)."""
-    library = driver.load_library(address_of(code))
-    try:
-        yield driver.kernel_function(driver.kernel_of_library(library, KERNEL))
-    finally:
-        driver.unload_library(library)
+    """The kernel's image for a device; None where no image fits."""
+    return code_for(driver, device, "leaf_hash")
 
 
 def leaf_digests(
@@ -62,7 +42,7 @@ def leaf_digests(
     leaves = _leaves(parts)
     words = np.empty((len(leaves), _WORDS), "<u4")
     with ExitStack() as undo:
-        function = undo.enter_context(leaf_kernel(driver, code))
+        function = undo.enter_context(own_kernel(driver, code, KERNEL))
         table = undo.enter_context(device_bytes(driver, device, leaves.nbytes + words.nbytes))
         digests = table + leaves.nbytes
         driver.copy_to_device(table, int(leaves.ctypes.data), leaves.nbytes)

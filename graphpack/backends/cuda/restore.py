@@ -118,7 +118,8 @@ class CudaSession:
         return problems + check_placed(record) + check_captured_under(record, blobs)
 
     def prepare(self, record: Record, blobs: Mapping[str, bytes]) -> None:
-        """Decode and check graphs and images in a thread."""
+        """Decode and check graphs and images in a thread, and begin what the driver does once for such images."""
+        self._device.expect(blobs[blob.digest] for blob in record.blobs if blob.media_type == IMAGE_TYPE)
         self._checks = GraphChecks(record, blobs, lazy=self._lazy)
 
     def check_blobs(self, record: Record, blobs: Mapping[str, bytes]) -> None:  # noqa: ARG002 - prepare has had them

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from graphpack.backends.cuda.assertions import have_assertions, prepare_assertions
 from graphpack.backends.cuda.device import read_device
-from graphpack.backends.cuda.first_graph import make_first_graph
 from graphpack.backends.cuda.host import HostBuffer, HostPages
 from graphpack.identity.environment import CudaDevice
 
@@ -28,9 +28,9 @@ class DeviceSession:
         self.index, self._load = index, load
         self._described = pool.submit(read_device, index, load)
         self._context = pool.submit(self._retain)
-        self._first_graph = pool.submit(self._make_first_graph)
         pool.shutdown(wait=False)
         self._buffers: list[Future[HostBuffer]] = []
+        self._assertions: Future[None] | None = None
         self._closed = False
 
     def lock(self, pages: HostPages) -> Future[HostBuffer]:
@@ -48,13 +48,21 @@ class DeviceSession:
         self._described.result()
         return self.driver.retain_context(self.device)
 
-    def _make_first_graph(self) -> None:
+    def expect(self, images: Iterable[bytes]) -> None:
+        """Begin, in a thread, what the driver does once for kernels such as these."""
+        if have_assertions(images):
+            pool = ThreadPoolExecutor(1, "graphpack-assertions")
+            self._assertions = pool.submit(self._prepare_assertions)
+            pool.shutdown(wait=False)
+
+    def _prepare_assertions(self) -> None:
         self.driver.set_context(self.context)
-        make_first_graph(self.driver, self.device)
+        prepare_assertions(self.driver, self.device)
 
     def ready_for_graphs(self) -> None:
-        """Wait until graphs take no longer than they must. Raises CudaError."""
-        self._first_graph.result()
+        """Wait until that is done. Raises CudaError."""
+        if self._assertions is not None:
+            self._assertions.result()
 
     @property
     def driver(self) -> Driver:
@@ -78,7 +86,9 @@ class DeviceSession:
         if self._closed:
             return
         self._closed = True
-        self._first_graph.exception()
+        if self._assertions is not None:
+            # Whoever wanted graphs has had its error.
+            self._assertions.exception()
         if self._context.exception() is None:
             self.driver.set_context(self.context)
             with ExitStack() as last:

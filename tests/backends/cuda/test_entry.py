@@ -16,7 +16,7 @@ import pytest
 
 import graphpack
 from graphpack import backends
-from graphpack.backends.cuda import leaf_hash
+from graphpack.backends.cuda import own_kernels
 from graphpack.backends.cuda.restore import CudaBackend
 from graphpack.errors import (
     CorruptArchiveError,
@@ -36,8 +36,6 @@ from graphpack.results.load import LoadRequest
 from tests.archive.build import identity, read_record, reseal
 from tests.backends.cuda.entry import BASE, make_cuda_archive
 from tests.backends.cuda.fake_driver import FakeDriver
-
-pytestmark = pytest.mark.usefixtures("no_first_graph")
 
 
 @pytest.fixture(scope="session")
@@ -201,7 +199,7 @@ def test_nothing_is_hashed_without_being_asked(archive: Path, driver: FakeDriver
 @pytest.fixture
 def without_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No image of the kernel fits the device."""
-    monkeypatch.setattr(leaf_hash, "IMAGES", tmp_path)
+    monkeypatch.setattr(own_kernels, "IMAGES", tmp_path)
 
 
 @pytest.mark.usefixtures("without_image")

@@ -14,7 +14,7 @@ import pytest
 from graphpack import load, restore
 from graphpack.archive.record import Record
 from graphpack.archive.store import Archive
-from graphpack.backends.cuda import columns, graphs_check, images
+from graphpack.backends.cuda import columns, graphs_check, images, session
 from graphpack.backends.cuda import restore as cuda_restore
 from graphpack.backends.cuda.columns import GraphColumns
 from graphpack.backends.cuda.graphs_check import GraphChecks, check_graphs
@@ -23,8 +23,6 @@ from graphpack.backends.cuda.restore import CudaBackend
 from graphpack.backends.cuda.structs import OUT_OF_MEMORY
 from graphpack.errors import CorruptArchiveError, Problem
 from tests.backends.cuda.kept import ARCHIVES, AnsweringDriver, record_of, replayable
-
-pytestmark = pytest.mark.usefixtures("no_first_graph")
 
 SECONDS = 20
 
@@ -38,6 +36,8 @@ def archive(tmp_path: Path) -> Path:
 def driver(archive: Path, monkeypatch: pytest.MonkeyPatch) -> AnsweringDriver:
     made = AnsweringDriver(record_of(archive))
     monkeypatch.setattr(restore, "backend", lambda _: CudaBackend(lambda: made))
+    # It loads and instantiates what is none of the entry's.
+    monkeypatch.setattr(session, "prepare_assertions", lambda *_: None)
     return made
 
 

@@ -11,15 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from graphpack.backends.cuda.images import processor_of
-from graphpack.backends.cuda.leaf_hash import IMAGES, KERNEL, LEAF, leaf_code, leaf_digests
+from graphpack.backends.cuda.leaf_hash import LEAF, leaf_code, leaf_digests
 from graphpack.backends.cuda.libcuda import CudaError
+from graphpack.backends.cuda.own_kernels import IMAGES
 from graphpack.identity.weights import LEAF_BYTES
-from tests.backends.cuda import cubin_reader
 from tests.backends.cuda.fake_driver import MIB, FakeDriver
 
 HERE = Path(__file__).parent
-PROCESSORS = (80, 86, 89, 90, 100, 120)
 BASE = 0x6000_0000_0000
 EDGES = (0, 1, 2, 3, 4, 15, 16, 17, 54, 55, 56, 57, 60, 62, 63, 64, 65, 118, 119, 120, 121, 127, 128, 129, 4096)
 LARGE = (MIB - 1, MIB, MIB - 9, MIB - 8, MIB // 2 + 5)
@@ -101,56 +99,6 @@ def test_no_byte_behind_the_last_word_is_read(tmp_path: Path) -> None:
     subprocess.run(["g++", *options, "-Wno-unknown-pragmas", str(source), "-o", str(program)], check=True)
     done = subprocess.run([str(program)], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-# --- the images
-
-
-def test_images_are_those_of_the_source() -> None:
-    """Whoever edits the source compiles it again: scripts/build_leaf_hash.sh."""
-    compiler, *lines = (IMAGES / "leaf_hash.sha256").read_text().splitlines()
-    assert compiler.startswith("# nvcc 13.0.")
-    recorded = {name: digest for digest, name in (line.split() for line in lines)}
-    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in IMAGES.glob("leaf_hash.*")}
-    del found["leaf_hash.sha256"]
-    assert recorded == found
-    assert set(found) == {"leaf_hash.cu", *(f"leaf_hash.sm_{processor}.cubin" for processor in PROCESSORS)}
-
-
-@pytest.mark.parametrize("processor", PROCESSORS)
-def test_an_image_is_of_its_processor_and_has_the_kernel_alone(processor: int) -> None:
-    data = (IMAGES / f"leaf_hash.sm_{processor}.cubin").read_bytes()
-    assert processor_of(data) == processor
-    assert cubin_reader.kernels_of(data) == {KERNEL: ((0, 8), (8, 8), (16, 4))}
-    assert len(data) < 40_000
-
-
-@pytest.mark.parametrize(
-    ("capability", "processor"),
-    [
-        ((8, 0), 80),
-        ((8, 6), 86),
-        ((8, 7), 86),
-        ((8, 9), 89),
-        ((9, 0), 90),
-        ((10, 0), 100),
-        ((10, 3), 100),
-        ((12, 1), 120),
-        ((7, 5), None),
-        ((11, 0), None),
-        ((13, 0), None),
-    ],
-)
-def test_a_device_gets_the_nearest_image_of_its_family(capability: tuple[int, int], processor: int | None) -> None:
-    code = leaf_code(FakeDriver(capability=capability), 0)
-    assert (processor_of(code) if code else None) == processor
-
-
-def test_an_older_driver_gets_none() -> None:
-    driver = FakeDriver()
-    assert leaf_code(driver, 0)
-    driver.driver_version = 12080
-    assert leaf_code(driver, 0) is None
 
 
 # --- on a device made of Python

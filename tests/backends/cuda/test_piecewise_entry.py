@@ -30,8 +30,6 @@ from tests.archive.build import identity, read_record, reseal, write_blob
 from tests.backends.cuda.fake_driver import FakeDriver
 from tests.backends.cuda.piecewise_entry import make_piecewise_archive, operations_of
 
-pytestmark = pytest.mark.usefixtures("no_first_graph")
-
 
 @pytest.fixture(scope="session")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:

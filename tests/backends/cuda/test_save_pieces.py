@@ -42,8 +42,6 @@ from tests.backends.cuda.fake_driver import ADD, FakeDriver, digest, image
 from tests.backends.cuda.piecewise_entry import operations_of, pruned
 from tests.shared_fixtures import one_thread
 
-pytestmark = pytest.mark.usefixtures("no_first_graph")
-
 __all__ = ["one_thread"]
 
 CODE = image({"add": {"parameters": ADD, "add": 1}})

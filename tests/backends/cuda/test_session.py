@@ -25,8 +25,6 @@ from tests.archive.build import make_record, sha256
 from tests.backends.cuda.fake_driver import FakeDriver, digest
 from tests.backends.cuda.made import BASE, ONE, REGIONS, TEN, expected, layout, small_graph
 
-pytestmark = pytest.mark.usefixtures("no_first_graph")
-
 COLUMNS = small_graph()
 OBJECT = c.encode(COLUMNS)
 BLOBS = {sha256(b"graph"): OBJECT, sha256(b"one"): ONE, sha256(b"ten"): TEN}

@@ -1,5 +1,5 @@
 // Digests of leaves, as docs/format.md, section "Digests", has them: SHA-256 of a zero byte and the leaf's bytes.
-// One thread hashes one leaf. `scripts/build_leaf_hash.sh` compiles this.
+// One thread hashes one leaf. `scripts/build_kernels.sh` compiles this.
 
 typedef unsigned int Word;
 
