@@ -1,11 +1,11 @@
 """Two ranks on the two GPUs of one host: saved, restored without capture, and held to what one GPU gives.
 
-    python scripts/gpu/two_gpus.py [MODEL ...] [float32] [cpu]
+    python scripts/gpu/two_gpus.py [MODEL ...] [float32] [cpu] [kills=N]
 
 Models are qwen3-0.6b and llama-3.2-1b, unless named. For each: `save` in two processes; both restored and verified in
 new ones; 128 greedy tokens after prompts of 16 and 64, by two more and by the model itself, run by torch on one GPU;
-how long all of it took. Then one of two ranks is killed, in a load and in a capture. `cpu` is to try it out there, with
-tiny-qwen3.
+how long all of it took. Then one of two ranks is killed, in a load, N times, and in a capture. `cpu` is to try it out
+there, with tiny-qwen3.
 
 In half precision two GPUs round otherwise than one; with `float32` both hardly do. Where a text of theirs leaves that
 of one GPU, the figures say after how many tokens, and how far the two best logits of the one GPU are apart there,
@@ -31,7 +31,8 @@ from graphpack.proof import free_port
 CPU = "cpu" in sys.argv[1:]
 DEVICE = "cpu" if CPU else "cuda"
 DTYPE = "float32" if "float32" in sys.argv[1:] else "auto"
-MODELS = [name for name in sys.argv[1:] if name not in ("cpu", "float32")] or (
+KILLS = int(next((word.partition("=")[2] for word in sys.argv[1:] if word.startswith("kills=")), 1))
+MODELS = [name for name in sys.argv[1:] if name not in ("cpu", "float32") and "=" not in name] or (
     ["tiny-qwen3"] if CPU else ["qwen3-0.6b", "llama-3.2-1b"]
 )
 SIZE = 2
@@ -146,6 +147,16 @@ group.close()
 """
 
 # Rank 1 dies before the proof of a load, and in the midst of a save's first forward pass; rank 0 waits in a sum.
+# What is no command of graphpack's.
+PROGRAM = """
+import json, sys
+import graphpack
+try:
+    graphpack.load(sys.argv[1], verify=True)
+except graphpack.GraphpackError as error:
+    print(json.dumps({"error": error.as_dict()}), flush=True)
+    sys.exit(error.code)
+"""
 KILLED_IN_LOAD = """
 import os, signal
 from graphpack import trials
@@ -234,9 +245,12 @@ def two(report: Report) -> None:
                 report.put(f"{name}: rank {rank}, verified", one["verified"])
         with report.check(f"{name}: the tokens of one GPU"):
             _compare(report, name, archive, checkpoint)
-    with report.check("one of two ranks is killed in a load"):
-        arguments = ("load", str(WORK / f"two-{MODELS[0]}"), "--verify", "--format", "json")
-        _killed(report, "load", KILLED_IN_LOAD, *arguments)
+    archive = str(WORK / f"two-{MODELS[0]}")
+    for time_of in range(KILLS):
+        with report.check(f"one of two ranks is killed in a load, {time_of + 1}"):
+            _killed(report, "load", KILLED_IN_LOAD, "load", archive, "--verify", "--format", "json")
+    with report.check("one of two ranks is killed in a load by a program"):
+        _killed(report, "load by a program", KILLED_IN_LOAD, archive, program=PROGRAM)
     with report.check("one of two ranks is killed in a capture"):
         archive = WORK / "two-killed"
         shutil.rmtree(archive, ignore_errors=True)
@@ -284,11 +298,12 @@ def _tolerance(archive: Path) -> float:
     return max(graph.tolerance for entry in Archive.open(archive).find(None) for graph in graphs_of(entry.record))
 
 
-def _killed(report: Report, where: str, dies: str, *arguments: str) -> None:
+def _killed(report: Report, where: str, dies: str, *arguments: str, program: str = GRAPHPACK) -> None:
     """Rank 1 dies, and rank 0 says so in time."""
-    (code, out, err, other), (killed, _, _, died) = ranks([GRAPHPACK, dies + GRAPHPACK], *arguments, timeout=120)
+    (code, out, err, other), (killed, _, _, died) = ranks([program, dies + program], *arguments, timeout=120)
     expect(killed == -signal.SIGKILL, f"rank 1 ended with {killed}")
-    report.put(f"{where}: the other one ended after s", round(other - died, 2))
+    seconds = f"{where}: the other one ended after s"
+    report.put(seconds, [*report.values.get(seconds, []), round(other - died, 2)])
     expect(out.strip().startswith("{"), f"status {code}, without an answer: {err[-3000:]}")
     error = json.loads(out)["error"]
     report.put(f"{where}: the other one says", error)
