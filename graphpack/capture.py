@@ -53,7 +53,8 @@ def save(request: SaveRequest, observer: Observer | None = None) -> SaveResult:
 
     asked = replace(request, device=place.device(request.device))
     ranks = join(place, request.device.partition(":")[0])
-    return _Save(asked, observer or SilentObserver(), place.part, ranks).run()
+    with ranks.taken():
+        return _Save(asked, observer or SilentObserver(), place.part, ranks).run()
 
 
 def _refuse_ranks(request: SaveRequest, environment: Mapping[str, str]) -> None:

@@ -51,16 +51,10 @@ def wait_for_ever() -> bool:
 
 
 def stop() -> None:
-    """Leave operations of all ranks, so that others do not wait in one."""
-    if wait_for_ever():
-        stop_waiting()
-    elif distributed.is_initialized():
+    """Leave operations of all ranks, so that others do not wait in one. On a device no thread may be in one."""
+    if distributed.is_initialized():
         with suppress(Exception):  # what it cannot close, the end of the process will
-            distributed.destroy_process_group()
-
-
-def stop_waiting() -> None:
-    """End what any thread waits for for ever."""
-    if wait_for_ever():
-        with suppress(Exception):  # the main thread reports what it waited for
-            distributed_c10d._abort_process_group()
+            if wait_for_ever():
+                distributed_c10d._abort_process_group()
+            else:
+                distributed.destroy_process_group()

@@ -10,10 +10,11 @@ from __future__ import annotations
 import atexit
 import json
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -41,7 +42,7 @@ JOIN_SECONDS = 20.0
 LEAVE_SECONDS = 10.0
 """How long the store outlives its rank for the others to read why it ends."""
 STUCK_SECONDS, CLEANING_SECONDS = 3.0, 8.0
-"""How long a command's main thread may take, when another rank has failed, to notice, and to clean up and to end."""
+"""How long the main thread may take, when another rank has failed, to notice, and to clean up."""
 _POLL_SECONDS = (0.002, 0.05)
 _WEIGHTS = ("weights", "files", "model")
 """Facts of which another answer means other weights or another model."""
@@ -49,6 +50,27 @@ _WEIGHTS = ("weights", "files", "model")
 
 class _BrokenOff(BaseException):
     """Another rank failed. Not an Exception, so that only `finally` blocks notice it on its way out."""
+
+
+class _Occupation:
+    """What this process is in the midst of that may wait for another rank."""
+
+    def __init__(self) -> None:
+        self._depth = self._number = 0
+
+    @property
+    def number(self) -> int:
+        """Of the outermost, each has another; 0 for nothing."""
+        return self._number if self._depth else 0
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        self._number += not self._depth
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
 
 
 class Group:
@@ -62,6 +84,7 @@ class Group:
         self._turn = 0
         self._ended: GraphpackError | None = None
         self._armed = self._deaf = False
+        self._occupation = _Occupation()
         self._over = threading.Event()
         self._store = meet(place, JOIN_SECONDS)
         self._watching = threading.Thread(target=self._watch, name="graphpack-ranks", daemon=True)
@@ -81,12 +104,15 @@ class Group:
 
     # --- What all do together
 
+    def taken(self) -> AbstractContextManager[None]:
+        return self._occupation.taken()
+
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
         """Leave this once all ranks have done what is inside. If one could not, all raise its error; what they are at
         meanwhile, in the main thread, is broken off."""
         try:
-            with self._alarm():
+            with self.taken(), self._alarm():
                 yield
         except BaseException as error:
             self._deaf = True
@@ -176,7 +202,7 @@ class Group:
     def _tell(self, error: GraphpackError) -> None:
         with suppress(Exception):  # whoever holds the store may be the one that is gone
             self._set("failed", json.dumps(error.as_dict()).encode())
-        if not _ends_as_command():
+        if not collectives.wait_for_ever():
             collectives.stop()
 
     def _named(self, rank: int, error: GraphpackError) -> GraphpackError:
@@ -232,7 +258,7 @@ class Group:
     # --- The thread that beats and watches
 
     def _watch(self) -> None:
-        count, began = 0, 0.0
+        count, stuck, since = 0, 0, 0.0
         while not self._over.wait(BEAT_SECONDS):
             count += 1
             try:
@@ -241,24 +267,27 @@ class Group:
                 broken = self._lost is not None or any(self._has("failed", rank) for rank in self._others)
             except RuntimeError:
                 self._lost, broken = 0, True
-            if (broken or self._ended is not None) and not self._over.is_set():
-                began = began or time.monotonic()
-                self._break_main_off(broken, time.monotonic() - began)
+            if self._over.is_set():
+                return
+            if broken:
+                BROKEN.set()
+                if self._armed and not self._deaf:  # else once it waits for something again
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
+            # All that a command does is for the ranks, to its end.
+            at = -1 if process.FAREWELL else self._occupation.number
+            if at != stuck or not (broken or self._ended is not None):
+                stuck, since = at, time.monotonic()
+            elif at and collectives.wait_for_ever():
+                self._end_without_main(time.monotonic() - since)
 
-    def _break_main_off(self, broken: bool, seconds: float) -> None:
-        """Let the main thread end. Without a device it can be interrupted. One that waits for a device, which waits for
-        a rank that is gone, cannot: a command then ends without it, and for any other process the sum is aborted, which
-        torch may not survive."""
-        if broken:
-            BROKEN.set()
-            if not _ends_as_command():
-                collectives.stop_waiting()
-            if self._armed and not self._deaf:  # else once it waits for something again
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
-        if _ends_as_command() and seconds > (CLEANING_SECONDS if self._deaf else STUCK_SECONDS):
+    def _end_without_main(self, seconds: float) -> None:
+        """End this process if its main thread has been at one thing for too long since another rank failed. A sum on a
+        device waits for ever for a rank that is gone; nothing can interrupt it, and torch, when it aborts one that is
+        waited for, crashes the process (torch 2.11, NCCL 2.28)."""
+        if seconds > (CLEANING_SECONDS if self._deaf else STUCK_SECONDS):
             error = self._ended or self._why()
             self._leave()
-            process.FAREWELL[0](error)
+            (process.FAREWELL or [_say_farewell])[0](error)
 
     def _why(self) -> GraphpackError:
         """What ended the group, as far as the store still tells it."""
@@ -347,8 +376,9 @@ def _differences(told: Sequence[Mapping[str, Any]]) -> list[Problem]:
     ]
 
 
-def _ends_as_command() -> bool:
-    return bool(process.FAREWELL) and collectives.wait_for_ever()
+def _say_farewell(error: GraphpackError) -> None:
+    sys.stderr.write(f"error: {error}\n")
+    process.leave(error.code)
 
 
 def join(place: Place, backend: str) -> Company:

@@ -38,6 +38,9 @@ class Place:
 class Company(Protocol):
     """What a save and a load ask of the other ranks; see `graphpack.group.Group`."""
 
+    def taken(self) -> AbstractContextManager[None]:
+        """While this process is at something that may wait for another rank. Entering it again within is fine."""
+
     def together(self, what: str) -> AbstractContextManager[None]: ...
     def exchange(self, what: str, mine: Any) -> list[Any]: ...
     def agree(self, what: str, facts: Mapping[str, Any]) -> None: ...
@@ -46,6 +49,9 @@ class Company(Protocol):
 
 class Alone:
     """The company of a process that is alone."""
+
+    def taken(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def together(self, what: str) -> AbstractContextManager[None]:  # noqa: ARG002 - for people
         return nullcontext()

@@ -118,7 +118,7 @@ class _Restore:
         self._blobs: dict[str, bytes] = {}
 
     def run(self) -> RestoredModel:
-        with ExitStack() as undo:
+        with self._ranks.taken(), ExitStack() as undo:
             with self._ranks.together("restore"):
                 located, memory, graphs, pieces, goldens = self._climb(undo)
             with self._ranks.together("verify"):

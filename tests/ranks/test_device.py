@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from graphpack import opening
+from graphpack import opening, ranks
 from graphpack.archive.piecewise import graphs_of
 from graphpack.archive.ranks import Part
 from graphpack.archive.store import Archive, EntryRef
@@ -71,6 +73,18 @@ def saved(archive: Archive, part: Part) -> tuple[WrittenEntry, list[object]]:
         return write_entry(archive, model.name, what, found, read_host(), ""), told
 
 
+class Busy(Alone):
+    """Knows how much is under way that may wait for others."""
+
+    depth = 0
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        self.depth += 1
+        yield
+        self.depth -= 1
+
+
 @pytest.mark.usefixtures("cuda")
 def test_ranks_are_captured_without_decode_graphs_and_step_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -103,7 +117,13 @@ def test_ranks_are_captured_without_decode_graphs_and_step_in_pieces(
             if memory.kind == "scratch":
                 # No kernel of these graphs computes anything: values are what they are.
                 restored._memory.write(memory.name, np.zeros(memory.bytes, np.uint8))
-        assert restored.prefill([[1, 2, 3]], [0]).numpy().shape == (1, 512)
+        # What waits in a sum can be told from what does not.
+        busy, seen = Busy(), list[int]()
+        with monkeypatch.context() as patched:
+            patched.setattr(ranks, "JOINED", [busy])
+            patched.setattr(torch.distributed, "all_reduce", lambda _: seen.append(busy.depth))
+            assert restored.prefill([[1, 2, 3]], [0]).numpy().shape == (1, 512)
+        assert (busy.depth, set(seen)) == (0, {1})
         # What a run gives is good only if nobody broke off its sums while the device was at it.
         monkeypatch.setattr(torch.distributed, "all_reduce", lambda _: operations.BROKEN.set())
         try:

@@ -403,6 +403,47 @@ def test_a_command_that_is_stuck_says_why_another_failed(ranks: Ranks, kept: Pat
     assert stuck.seconds - failed.seconds < LIMIT
 
 
+# No command, but a program of somebody's own.
+PROGRAM = """
+import json, os, signal, sys, time
+import graphpack, graphpack.group
+graphpack.group.LOST_SECONDS = 4
+{setup}
+"""
+LOADS = """
+graphpack.load(sys.argv[1], verify=True)
+print("went on")
+"""
+# The group has ended for both, and what this one is at is its own affair.
+GOES_ON = """
+try:
+    graphpack.load(sys.argv[1], verify=True)
+except graphpack.GraphpackError as error:
+    print(json.dumps(error.as_dict()), flush=True)
+time.sleep(4 + 2 * graphpack.group.CLEANING_SECONDS)
+print("went on")
+"""
+
+
+def test_a_program_that_is_stuck_in_a_load_is_ended_with_the_reason(ranks: Ranks, kept: Path) -> None:
+    programs = [PROGRAM.format(setup=WAITS_FOR_EVER + setup) + LOADS for setup in (STUCK, IN_PROOF.format(act=DIES))]
+    stuck, killed = ranks(programs, kept)
+    assert killed.code == -signal.SIGKILL
+    assert (stuck.code, stuck.out) == (12, "")
+    assert "rank 1 of 2 is gone, or does not answer" in stuck.err
+    assert stuck.seconds - killed.seconds < LIMIT
+
+
+def test_a_program_that_is_at_something_else_is_not_ended(ranks: Ranks, kept: Path) -> None:
+    fails = "import graphpack.trials as t; t.verify_graphs = lambda *_: [][0]"
+    programs = [PROGRAM.format(setup=WAITS_FOR_EVER + setup) + GOES_ON for setup in ("", fails)]
+    told, failed = ranks(programs, kept)
+    assert (told.code, failed.code) == (0, 1), told.err
+    first, last = told.out.splitlines()
+    assert json.loads(first)["message"] == "rank 1 of 2: IndexError in verify: list index out of range"
+    assert last == "went on"
+
+
 def test_a_command_on_devices_ends_before_torch_tears_anything_down(ranks: Ranks, kept: Path) -> None:
     late = 'import atexit; atexit.register(print, "torn down")\n'
     for here, torn_down in ((WAITS_FOR_EVER, False), ("", True)):

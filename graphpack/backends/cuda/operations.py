@@ -16,6 +16,7 @@ from graphpack.errors import EnvironmentMismatchError, Problem, StorageError
 from graphpack.models import operations
 from graphpack.models.attention import Rows, attend, kernels
 from graphpack.modes import check_precision
+from graphpack.ranks import company
 
 TensorOf = Callable[[str], torch.Tensor]
 """A region as a tensor that shares its memory."""
@@ -62,6 +63,8 @@ class Operations:
         """
         known: dict[tuple[str, str], Rows] = {}
         with ExitStack() as stack:
+            if self._sums:
+                stack.enter_context(company().taken())
             stack.enter_context(torch.no_grad())
             stack.enter_context(torch.autocast(self._device.type, enabled=False))
             if self._device.type == "cuda":
