@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -22,6 +23,8 @@ FAREWELL: list[Callable[[GraphpackError], None]] = []
 Empty in a process that is no command."""
 ENDINGS: list[Callable[[int], None]] = []
 """What comes at the end of a command, with its exit status; one that need not return."""
+LAST_WORD = threading.RLock()
+"""The thread that tells how a command ends takes it, and keeps it: no other has anything to add."""
 
 _answers: list[int] = []
 """Descriptors of what is standard output for an answer, while that of the process is standard error."""

@@ -395,12 +395,39 @@ def test_a_command_whose_main_thread_is_stuck_ends_without_it(
 
 
 def test_a_command_that_is_stuck_says_why_another_failed(ranks: Ranks, kept: Path) -> None:
-    fails = "import graphpack.trials as t; t.verify_graphs = lambda *_: [][0]"
-    programs = [KILLED.format(setup=WAITS_FOR_EVER + setup) for setup in (STUCK, fails)]
+    programs = [KILLED.format(setup=WAITS_FOR_EVER + setup) for setup in (STUCK, FAILS)]
     stuck, failed = ranks(programs, "load", kept, "--verify", "--format", "json")
     assert [one.code for one in (stuck, failed)] == [1, 1]
     assert error_of(stuck)["message"] == "rank 1 of 2: IndexError in verify: list index out of range"
     assert stuck.seconds - failed.seconds < LIMIT
+
+
+FAILS = "import graphpack.trials as t; t.verify_graphs = lambda *_: [][0]"
+CLEANS_UP_LONGER = """
+from graphpack.backends.cpu.memory import CpuMemory
+CpuMemory.close = lambda _: __import__("time").sleep(100)
+graphpack.group.CLEANING_SECONDS = 6
+"""
+
+
+SLOW_TO_LEAVE = """
+import threading, time
+import graphpack.trials
+graphpack.trials.verify_graphs = lambda *_: ()
+leave = graphpack.group.Group._leave
+def slow(group):
+    leave(group)
+    if threading.current_thread() is threading.main_thread():
+        time.sleep(2)
+graphpack.group.Group._leave = slow
+"""
+
+
+def test_a_command_that_waits_for_others_to_leave_answers_once(ranks: Ranks, kept: Path) -> None:
+    """It may wait for longer than others may clean up."""
+    programs = [KILLED.format(setup=WAITS_FOR_EVER + setup) for setup in (SLOW_TO_LEAVE, FAILS + CLEANS_UP_LONGER)]
+    for one in ranks(programs, "load", kept, "--verify", "--format", "json"):
+        assert error_of(one)["message"] == "rank 1 of 2: IndexError in verify: list index out of range"
 
 
 # No command, but a program of somebody's own.
@@ -435,8 +462,7 @@ def test_a_program_that_is_stuck_in_a_load_is_ended_with_the_reason(ranks: Ranks
 
 
 def test_a_program_that_is_at_something_else_is_not_ended(ranks: Ranks, kept: Path) -> None:
-    fails = "import graphpack.trials as t; t.verify_graphs = lambda *_: [][0]"
-    programs = [PROGRAM.format(setup=WAITS_FOR_EVER + setup) + GOES_ON for setup in ("", fails)]
+    programs = [PROGRAM.format(setup=WAITS_FOR_EVER + setup) + GOES_ON for setup in ("", FAILS)]
     told, failed = ranks(programs, kept)
     assert (told.code, failed.code) == (0, 1), told.err
     first, last = told.out.splitlines()
