@@ -324,8 +324,10 @@ class Group:
         """Leave, at the end of a command. One that used a device ends here: what torch does at last to operations of
         all ranks may crash the process, or wait for one that is gone."""
         if collectives.wait_for_ever():
-            self._leave()
-            process.leave(code)
+            try:
+                self._leave()
+            finally:  # who is asked to stop meanwhile has told its answer
+                process.leave(code)
 
     def _leave(self) -> None:
         with suppress(Exception):  # the store may be gone with its rank

@@ -430,6 +430,27 @@ def test_a_command_that_waits_for_others_to_leave_answers_once(ranks: Ranks, kep
         assert error_of(one)["message"] == "rank 1 of 2: IndexError in verify: list index out of range"
 
 
+STOPPED_AT_ITS_END = """
+leave = graphpack.group.Group._leave
+def stopped(group):
+    __import__("threading").Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    leave(group)
+graphpack.group.Group._leave = stopped
+"""
+LEAVES_LATE = 'graphpack.group.Group._leave = lambda _: __import__("time").sleep(4)'
+
+
+def test_a_command_that_is_stopped_while_it_waits_for_others_to_leave_keeps_its_status(
+    ranks: Ranks, kept: Path
+) -> None:
+    """As by `torchrun`, once another has ended."""
+    programs = [KILLED.format(setup=WAITS_FOR_EVER + setup) for setup in (STOPPED_AT_ITS_END, LEAVES_LATE)]
+    stopped, late = ranks(programs, "load", kept, "--format", "json")
+    assert (stopped.code, late.code) == (0, 0), stopped.err
+    assert stopped.document["command"] == "load"
+    assert "Traceback" not in stopped.err
+
+
 # No command, but a program of somebody's own.
 PROGRAM = """
 import json, os, signal, sys, time
