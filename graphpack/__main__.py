@@ -51,8 +51,11 @@ def _say_farewell(error: GraphpackError) -> None:
     """From another thread than the main one, unless that tells how the command ends."""
     if not process.LAST_WORD.acquire(blocking=False):
         return
-    process.stdout_for_last_words()
-    process.leave(_fail(error, _Forms.of(sys.argv[1:])))
+    try:
+        process.stdout_for_last_words()
+        _fail(error, _Forms.of(sys.argv[1:]))
+    finally:  # nobody but this thread can end the process
+        process.leave(error.code)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import json
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -287,7 +286,7 @@ class Group:
         if seconds > (CLEANING_SECONDS if self._deaf else STUCK_SECONDS):
             error = self._ended or self._why()
             self._leave()
-            (process.FAREWELL or [_say_farewell])[0](error)
+            (process.FAREWELL or [process.say_farewell])[0](error)
 
     def _why(self) -> GraphpackError:
         """What ended the group, as far as the store still tells it."""
@@ -376,11 +375,6 @@ def _differences(told: Sequence[Mapping[str, Any]]) -> list[Problem]:
         for name in sorted({*told[0], *facts})
         if facts.get(name) != told[0].get(name)
     ]
-
-
-def _say_farewell(error: GraphpackError) -> None:
-    sys.stderr.write(f"error: {error}\n")
-    process.leave(error.code)
 
 
 def join(place: Place, backend: str) -> Company:
