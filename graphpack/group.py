@@ -110,6 +110,7 @@ class Group:
     def together(self, what: str) -> Iterator[None]:
         """Leave this once all ranks have done what is inside. If one could not, all raise its error; what they are at
         meanwhile, in the main thread, is broken off."""
+        self._refuse_ended()
         try:
             with self.taken(), self._alarm():
                 yield
@@ -156,8 +157,7 @@ class Group:
     def exchange(self, what: str, mine: Any) -> list[Any]:
         """What each rank has to tell here, by rank: plain values that JSON has. Raises what one that failed told, or
         RankLostError for one that is gone."""
-        if self._ended is not None:
-            raise self._ended
+        self._refuse_ended()
         self._turn += 1
         key = f"turn/{self._turn}"
         self._set(key, json.dumps([what, mine]).encode())
@@ -208,6 +208,10 @@ class Group:
         """With this a group ends."""
         self._ended = from_dict({**error.as_dict(), "message": f"{Part(rank, self.part.world_size)}: {error.message}"})
         return self._ended
+
+    def _refuse_ended(self) -> None:
+        if self._ended is not None:
+            raise self._ended
 
     def _refuse_failure(self) -> None:
         failed = self._failure()

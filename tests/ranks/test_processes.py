@@ -482,6 +482,28 @@ def test_a_program_that_is_stuck_in_a_load_is_ended_with_the_reason(ranks: Ranks
     assert stuck.seconds - killed.seconds < LIMIT
 
 
+# What comes before ranks tell each other anything takes longer than one may be stuck.
+LOADS_AGAIN = """
+import graphpack.restore
+def load():
+    try:
+        graphpack.load(sys.argv[1], verify=True)
+    except Exception as error:
+        print(error, flush=True)
+load()
+climb = graphpack.restore._Restore._climb
+graphpack.restore._Restore._climb = lambda *given: (time.sleep(6), climb(*given))[1]
+load()
+"""
+
+
+def test_a_program_that_loads_again_after_ranks_failed_is_told_at_once(ranks: Ranks, kept: Path) -> None:
+    programs = [PROGRAM.format(setup=WAITS_FOR_EVER + setup) + LOADS_AGAIN for setup in ("", FAILS)]
+    for one in ranks(programs, kept):
+        assert one.code == 0, one.err
+        assert one.out.splitlines()[1] == "rank 1 of 2: IndexError in verify: list index out of range"
+
+
 FULL = 'sys.stderr = open("/dev/full", "w", buffering=1)'
 
 
