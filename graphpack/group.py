@@ -264,29 +264,30 @@ class Group:
         count, stuck, since = 0, 0, 0.0
         while not self._over.wait(BEAT_SECONDS):
             count += 1
+            # All that a command does is for the ranks, to its end, which need not be that of others.
+            at = -1 if process.FAREWELL else self._occupation.number
             try:
                 self._set("alive", str(count).encode())
                 self._lost = next((rank for rank in self._others if self._silent(rank)), None)
                 broken = self._lost is not None or any(self._has("failed", rank) for rank in self._others)
+                alone = at > 0 and self._left() is not None
             except RuntimeError:
-                self._lost, broken = 0, True
+                self._lost, broken, alone = 0, True, False
             if self._over.is_set():
                 return
             if broken:
                 BROKEN.set()
                 if self._armed and not self._deaf:  # else once it waits for something again
                     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
-            # All that a command does is for the ranks, to its end.
-            at = -1 if process.FAREWELL else self._occupation.number
-            if at != stuck or not (broken or self._ended is not None):
+            if at != stuck or not (broken or alone or self._ended is not None):
                 stuck, since = at, time.monotonic()
             elif at and collectives.wait_for_ever():
                 self._end_without_main(time.monotonic() - since)
 
     def _end_without_main(self, seconds: float) -> None:
-        """End this process if its main thread has been at one thing for too long since another rank failed. A sum on a
-        device waits for ever for a rank that is gone; nothing can interrupt it, and torch, when it aborts one that is
-        waited for, crashes the process (torch 2.11, NCCL 2.28)."""
+        """End this process if its main thread has been at one thing for too long since another rank failed or left. A
+        sum on a device waits for ever for a rank that is gone; nothing can interrupt it, and torch, when it aborts one
+        that is waited for, crashes the process (torch 2.11, NCCL 2.28)."""
         if seconds > (CLEANING_SECONDS if self._deaf else STUCK_SECONDS):
             error = self._ended or self._why()
             self._leave()
@@ -295,9 +296,15 @@ class Group:
     def _why(self) -> GraphpackError:
         """What ended the group, as far as the store still tells it."""
         try:
-            return self._failure() or self._gone(self._lost or 0)
+            failed, left = self._failure(), self._left()
+            if failed is None and self._lost is None and left is not None:
+                return self._gone(left, "has ended")
+            return failed or self._gone(self._lost or 0)
         except RuntimeError:
             return self._gone(0)
+
+    def _left(self) -> int | None:
+        return next((rank for rank in self._others if self._has("left", rank)), None)
 
     def _silent(self, rank: int) -> bool:
         """Whether a rank has neither left nor said for long that it lives."""

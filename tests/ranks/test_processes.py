@@ -482,6 +482,21 @@ def test_a_program_that_is_stuck_in_a_load_is_ended_with_the_reason(ranks: Ranks
     assert stuck.seconds - killed.seconds < LIMIT
 
 
+ALONE_IN_A_STEP = """
+with graphpack.load(sys.argv[1]):
+    if os.environ["RANK"] == "0":
+        with graphpack.group.JOINED[0].taken():
+            time.sleep(60)
+"""
+
+
+def test_a_program_that_steps_alone_is_ended_when_the_others_have(ranks: Ranks, kept: Path) -> None:
+    alone, ended = ranks(PROGRAM.format(setup=WAITS_FOR_EVER) + ALONE_IN_A_STEP, kept)
+    assert (alone.code, ended.code) == (12, 0)
+    assert "rank 1 of 2 has ended" in alone.err
+    assert alone.seconds - ended.seconds < LIMIT
+
+
 # What comes before ranks tell each other anything takes longer than one may be stuck.
 LOADS_AGAIN = """
 import graphpack.restore
