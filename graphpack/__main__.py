@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from graphpack import process
 from graphpack.errors import GraphpackError, Problem, StorageError, UsageError
@@ -47,10 +47,15 @@ def main() -> int:
     return code
 
 
-def _say_farewell(error: GraphpackError) -> NoReturn:
-    """From another thread than the main one."""
-    process.stdout_for_last_words()
-    process.leave(_fail(error, _Forms.of(sys.argv[1:])))
+def _say_farewell(error: GraphpackError) -> None:
+    """From another thread than the main one, unless that tells how the command ends."""
+    if not process.LAST_WORD.acquire(blocking=False):
+        return
+    try:
+        process.stdout_for_last_words()
+        _fail(error, _Forms.of(sys.argv[1:]))
+    finally:  # nobody but this thread can end the process
+        process.leave(error.code)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -138,6 +143,7 @@ def _bug(error: Exception) -> GraphpackError:
 def _print_answer(answer: Answer, forms: _Forms) -> None:
     from graphpack import documents
 
+    process.LAST_WORD.acquire()
     if not forms.answer:
         if answer.lines:  # else they were printed as they came
             _print(answer.lines, sys.stdout)
@@ -151,6 +157,7 @@ def _fail(error: GraphpackError, forms: _Forms, *, answered: bool = False) -> in
     """Print a failure and give its exit status. An answer that was printed in JSON has it already."""
     from graphpack import documents, report
 
+    process.LAST_WORD.acquire()
     if error.__cause__ is not None and error.code == GraphpackError.code and not forms.log:
         traceback.print_exception(error.__cause__)
     try:

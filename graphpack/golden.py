@@ -101,10 +101,10 @@ class Driver:
         if size <= count < 1 << 63:
             # Where a graph writes, such as rows of its state: two threads that write to one place may do so in either
             # order, and no replay would have to give the recorded bits.
-            chosen = self._generator.choice(count, size, replace=False).reshape(spec.shape) + low
+            chosen = self._generator.choice(count, size, replace=False) + low
         else:
             chosen = self._generator.integers(low, high, spec.shape, endpoint=True)
-        return chosen.astype(DTYPES[spec.dtype].numpy)
+        return chosen.astype(DTYPES[spec.dtype].numpy).reshape(spec.shape)
 
     def advance(self, step: int, choice: np.ndarray) -> None:
         """`choice` int64 `[batch]`: eager's argmax, the next token of every row that has joined."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import json
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -111,6 +110,7 @@ class Group:
     def together(self, what: str) -> Iterator[None]:
         """Leave this once all ranks have done what is inside. If one could not, all raise its error; what they are at
         meanwhile, in the main thread, is broken off."""
+        self._refuse_ended()
         try:
             with self.taken(), self._alarm():
                 yield
@@ -157,8 +157,7 @@ class Group:
     def exchange(self, what: str, mine: Any) -> list[Any]:
         """What each rank has to tell here, by rank: plain values that JSON has. Raises what one that failed told, or
         RankLostError for one that is gone."""
-        if self._ended is not None:
-            raise self._ended
+        self._refuse_ended()
         self._turn += 1
         key = f"turn/{self._turn}"
         self._set(key, json.dumps([what, mine]).encode())
@@ -209,6 +208,10 @@ class Group:
         """With this a group ends."""
         self._ended = from_dict({**error.as_dict(), "message": f"{Part(rank, self.part.world_size)}: {error.message}"})
         return self._ended
+
+    def _refuse_ended(self) -> None:
+        if self._ended is not None:
+            raise self._ended
 
     def _refuse_failure(self) -> None:
         failed = self._failure()
@@ -261,40 +264,47 @@ class Group:
         count, stuck, since = 0, 0, 0.0
         while not self._over.wait(BEAT_SECONDS):
             count += 1
+            # All that a command does is for the ranks, to its end, which need not be that of others.
+            at = -1 if process.FAREWELL else self._occupation.number
             try:
                 self._set("alive", str(count).encode())
                 self._lost = next((rank for rank in self._others if self._silent(rank)), None)
                 broken = self._lost is not None or any(self._has("failed", rank) for rank in self._others)
+                alone = at > 0 and self._left() is not None
             except RuntimeError:
-                self._lost, broken = 0, True
+                self._lost, broken, alone = 0, True, False
             if self._over.is_set():
                 return
             if broken:
                 BROKEN.set()
                 if self._armed and not self._deaf:  # else once it waits for something again
                     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
-            # All that a command does is for the ranks, to its end.
-            at = -1 if process.FAREWELL else self._occupation.number
-            if at != stuck or not (broken or self._ended is not None):
+            if at != stuck or not (broken or alone or self._ended is not None):
                 stuck, since = at, time.monotonic()
             elif at and collectives.wait_for_ever():
                 self._end_without_main(time.monotonic() - since)
 
     def _end_without_main(self, seconds: float) -> None:
-        """End this process if its main thread has been at one thing for too long since another rank failed. A sum on a
-        device waits for ever for a rank that is gone; nothing can interrupt it, and torch, when it aborts one that is
-        waited for, crashes the process (torch 2.11, NCCL 2.28)."""
+        """End this process if its main thread has been at one thing for too long since another rank failed or left. A
+        sum on a device waits for ever for a rank that is gone; nothing can interrupt it, and torch, when it aborts one
+        that is waited for, crashes the process (torch 2.11, NCCL 2.28)."""
         if seconds > (CLEANING_SECONDS if self._deaf else STUCK_SECONDS):
             error = self._ended or self._why()
             self._leave()
-            (process.FAREWELL or [_say_farewell])[0](error)
+            (process.FAREWELL or [process.say_farewell])[0](error)
 
     def _why(self) -> GraphpackError:
         """What ended the group, as far as the store still tells it."""
         try:
-            return self._failure() or self._gone(self._lost or 0)
+            failed, left = self._failure(), self._left()
+            if failed is None and self._lost is None and left is not None:
+                return self._gone(left, "has ended")
+            return failed or self._gone(self._lost or 0)
         except RuntimeError:
             return self._gone(0)
+
+    def _left(self) -> int | None:
+        return next((rank for rank in self._others if self._has("left", rank)), None)
 
     def _silent(self, rank: int) -> bool:
         """Whether a rank has neither left nor said for long that it lives."""
@@ -324,8 +334,10 @@ class Group:
         """Leave, at the end of a command. One that used a device ends here: what torch does at last to operations of
         all ranks may crash the process, or wait for one that is gone."""
         if collectives.wait_for_ever():
-            self._leave()
-            process.leave(code)
+            try:
+                self._leave()
+            finally:  # who is asked to stop meanwhile has told its answer
+                process.leave(code)
 
     def _leave(self) -> None:
         with suppress(Exception):  # the store may be gone with its rank
@@ -374,11 +386,6 @@ def _differences(told: Sequence[Mapping[str, Any]]) -> list[Problem]:
         for name in sorted({*told[0], *facts})
         if facts.get(name) != told[0].get(name)
     ]
-
-
-def _say_farewell(error: GraphpackError) -> None:
-    sys.stderr.write(f"error: {error}\n")
-    process.leave(error.code)
 
 
 def join(place: Place, backend: str) -> Company:

@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -22,6 +23,8 @@ FAREWELL: list[Callable[[GraphpackError], None]] = []
 Empty in a process that is no command."""
 ENDINGS: list[Callable[[int], None]] = []
 """What comes at the end of a command, with its exit status; one that need not return."""
+LAST_WORD = threading.RLock()
+"""The thread that tells how a command ends takes it, and keeps it: no other has anything to add."""
 
 _answers: list[int] = []
 """Descriptors of what is standard output for an answer, while that of the process is standard error."""
@@ -99,10 +102,18 @@ def stdout_for_last_words() -> None:
     sys.stdout = open(STDOUT, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115 - the last
 
 
+def say_farewell(error: GraphpackError) -> None:
+    """End a process that is no command with this error."""
+    try:
+        sys.stderr.write(f"error: {error}\n")
+    finally:  # nobody may read it, and nobody but this thread can end the process
+        leave(error.code)
+
+
 def leave(code: int) -> NoReturn:
     """End now, without what Python and libraries do at the end of a process."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # whoever read it may be gone
+        with contextlib.suppress(Exception):  # whoever read it may be gone, and a program may have none
             stream.flush()
     os._exit(code)
 

@@ -312,7 +312,7 @@ def test_an_index_out_of_range_is_refused(part: str, limit: int, below: bool, go
 
 
 @pytest.mark.parametrize(
-    ("shape", "minimum", "maximum"), [((4,), 0, 63), ((64,), 0, 63), ((3, 5), -7, 7), ((9,), 0, 8)]
+    ("shape", "minimum", "maximum"), [((4,), 0, 63), ((64,), 0, 63), ((3, 5), -7, 7), ((9,), 0, 8), ((), 0, 8)]
 )
 def test_places_that_a_graph_may_write_to_are_each_given_once(
     shape: tuple[int, ...], minimum: int, maximum: int
@@ -322,6 +322,7 @@ def test_places_that_a_graph_may_write_to_are_each_given_once(
     seen = set()
     for step in range(200):
         values = driver.inputs(step)["rows"]
+        assert isinstance(values, np.ndarray)
         assert values.shape == shape
         assert values.dtype == np.int64
         assert len(np.unique(values)) == values.size

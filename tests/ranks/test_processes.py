@@ -395,12 +395,60 @@ def test_a_command_whose_main_thread_is_stuck_ends_without_it(
 
 
 def test_a_command_that_is_stuck_says_why_another_failed(ranks: Ranks, kept: Path) -> None:
-    fails = "import graphpack.trials as t; t.verify_graphs = lambda *_: [][0]"
-    programs = [KILLED.format(setup=WAITS_FOR_EVER + setup) for setup in (STUCK, fails)]
+    programs = [KILLED.format(setup=WAITS_FOR_EVER + setup) for setup in (STUCK, FAILS)]
     stuck, failed = ranks(programs, "load", kept, "--verify", "--format", "json")
     assert [one.code for one in (stuck, failed)] == [1, 1]
     assert error_of(stuck)["message"] == "rank 1 of 2: IndexError in verify: list index out of range"
     assert stuck.seconds - failed.seconds < LIMIT
+
+
+FAILS = "import graphpack.trials as t; t.verify_graphs = lambda *_: [][0]"
+CLEANS_UP_LONGER = """
+from graphpack.backends.cpu.memory import CpuMemory
+CpuMemory.close = lambda _: __import__("time").sleep(100)
+graphpack.group.CLEANING_SECONDS = 6
+"""
+
+
+SLOW_TO_LEAVE = """
+import threading, time
+import graphpack.trials
+graphpack.trials.verify_graphs = lambda *_: ()
+leave = graphpack.group.Group._leave
+def slow(group):
+    leave(group)
+    if threading.current_thread() is threading.main_thread():
+        time.sleep(2)
+graphpack.group.Group._leave = slow
+"""
+
+
+def test_a_command_that_waits_for_others_to_leave_answers_once(ranks: Ranks, kept: Path) -> None:
+    """It may wait for longer than others may clean up."""
+    programs = [KILLED.format(setup=WAITS_FOR_EVER + setup) for setup in (SLOW_TO_LEAVE, FAILS + CLEANS_UP_LONGER)]
+    for one in ranks(programs, "load", kept, "--verify", "--format", "json"):
+        assert error_of(one)["message"] == "rank 1 of 2: IndexError in verify: list index out of range"
+
+
+STOPPED_AT_ITS_END = """
+leave = graphpack.group.Group._leave
+def stopped(group):
+    __import__("threading").Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    leave(group)
+graphpack.group.Group._leave = stopped
+"""
+LEAVES_LATE = 'graphpack.group.Group._leave = lambda _: __import__("time").sleep(4)'
+
+
+def test_a_command_that_is_stopped_while_it_waits_for_others_to_leave_keeps_its_status(
+    ranks: Ranks, kept: Path
+) -> None:
+    """As by `torchrun`, once another has ended."""
+    programs = [KILLED.format(setup=WAITS_FOR_EVER + setup) for setup in (STOPPED_AT_ITS_END, LEAVES_LATE)]
+    stopped, late = ranks(programs, "load", kept, "--format", "json")
+    assert (stopped.code, late.code) == (0, 0), stopped.err
+    assert stopped.document["command"] == "load"
+    assert "Traceback" not in stopped.err
 
 
 # No command, but a program of somebody's own.
@@ -434,9 +482,65 @@ def test_a_program_that_is_stuck_in_a_load_is_ended_with_the_reason(ranks: Ranks
     assert stuck.seconds - killed.seconds < LIMIT
 
 
+ALONE_IN_A_STEP = """
+with graphpack.load(sys.argv[1]):
+    if os.environ["RANK"] == "0":
+        with graphpack.group.JOINED[0].taken():
+            time.sleep(60)
+"""
+
+
+def test_a_program_that_steps_alone_is_ended_when_the_others_have(ranks: Ranks, kept: Path) -> None:
+    alone, ended = ranks(PROGRAM.format(setup=WAITS_FOR_EVER) + ALONE_IN_A_STEP, kept)
+    assert (alone.code, ended.code) == (12, 0)
+    assert "rank 1 of 2 has ended" in alone.err
+    assert alone.seconds - ended.seconds < LIMIT
+
+
+# What comes before ranks tell each other anything takes longer than one may be stuck.
+LOADS_AGAIN = """
+import graphpack.restore
+def load():
+    try:
+        graphpack.load(sys.argv[1], verify=True)
+    except Exception as error:
+        print(error, flush=True)
+load()
+climb = graphpack.restore._Restore._climb
+graphpack.restore._Restore._climb = lambda *given: (time.sleep(6), climb(*given))[1]
+load()
+"""
+
+
+def test_a_program_that_loads_again_after_ranks_failed_is_told_at_once(ranks: Ranks, kept: Path) -> None:
+    programs = [PROGRAM.format(setup=WAITS_FOR_EVER + setup) + LOADS_AGAIN for setup in ("", FAILS)]
+    for one in ranks(programs, kept):
+        assert one.code == 0, one.err
+        assert one.out.splitlines()[1] == "rank 1 of 2: IndexError in verify: list index out of range"
+
+
+FULL = 'sys.stderr = open("/dev/full", "w", buffering=1)'
+
+
+@pytest.mark.parametrize("stderr", ["sys.stderr = None", FULL], ids=["none", "full"])
+def test_a_program_that_cannot_say_why_is_ended_all_the_same(stderr: str, ranks: Ranks, kept: Path) -> None:
+    setups = WAITS_FOR_EVER + STUCK + stderr, WAITS_FOR_EVER + IN_PROOF.format(act=DIES)
+    stuck, killed = ranks([PROGRAM.format(setup=setup) + LOADS for setup in setups], kept)
+    assert stuck.code == 12
+    assert stuck.seconds - killed.seconds < LIMIT
+
+
+def test_a_command_that_cannot_say_why_is_ended_all_the_same(ranks: Ranks, kept: Path) -> None:
+    setups = WAITS_FOR_EVER + STUCK + FULL, WAITS_FOR_EVER + IN_PROOF.format(act=DIES)
+    program = KILLED.replace("sys.exit(main())", "from graphpack import process\n{late}\nsys.exit(main())")
+    late = "process._text_stream = lambda stream, _: stream"
+    stuck, killed = ranks([program.format(setup=setup, late=late) for setup in setups], "load", kept, "--verify")
+    assert stuck.code == 12
+    assert stuck.seconds - killed.seconds < LIMIT
+
+
 def test_a_program_that_is_at_something_else_is_not_ended(ranks: Ranks, kept: Path) -> None:
-    fails = "import graphpack.trials as t; t.verify_graphs = lambda *_: [][0]"
-    programs = [PROGRAM.format(setup=WAITS_FOR_EVER + setup) + GOES_ON for setup in ("", fails)]
+    programs = [PROGRAM.format(setup=WAITS_FOR_EVER + setup) + GOES_ON for setup in ("", FAILS)]
     told, failed = ranks(programs, kept)
     assert (told.code, failed.code) == (0, 1), told.err
     first, last = told.out.splitlines()

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import cache
-from itertools import repeat
+from itertools import repeat, starmap
 from math import prod
 
 import numpy as np
@@ -336,7 +336,8 @@ class Driver(Library):
     ) -> list[int]:
         """The rows for which the call answers with the status `allowed`."""
         found = []
-        for row, status in enumerate(map(self._function(name), nodes, attributes, addresses(values))):
+        rows = zip(nodes, attributes, addresses(values), strict=True)
+        for row, status in enumerate(starmap(self._function(name), rows)):
             if status:
                 if status != allowed:
                     self.check(status, name)

@@ -40,9 +40,11 @@ class HeapPages:
 
     def close(self) -> None:
         """Let go of everything. Closing twice is fine."""
-        self._making.wait()
-        while self._chunks:
-            _libc.free(self._chunks.pop())
+        try:
+            self._making.wait()
+        finally:
+            while self._chunks:
+                _libc.free(self._chunks.pop())
 
 
 def spans(chunks: list[int]) -> list[tuple[int, int]]:

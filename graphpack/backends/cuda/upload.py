@@ -140,8 +140,8 @@ class Upload:
     def close(self) -> None:
         """Stop early, if need be; nothing is copied after this, and the buffer is closed. Closing twice is fine."""
         self._stop.set()
-        self._unlocked.result()
         self._pool.shutdown(wait=True)
+        self._unlocked.result()
 
     def _run(self) -> None:
         self._driver.set_context(self._context)

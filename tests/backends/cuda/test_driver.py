@@ -84,6 +84,13 @@ def test_an_attribute_that_cannot_be_set_is_an_error() -> None:
         driver.set_node_attributes([1], [4], np.zeros((1, 64), np.uint8))
 
 
+@pytest.mark.parametrize(("nodes", "attributes", "rows"), [(2, 1, 2), (1, 2, 2), (2, 2, 1)])
+def test_attributes_that_are_not_one_a_node_are_not_left_out(nodes: int, attributes: int, rows: int) -> None:
+    driver = driver_of({"cuGraphKernelNodeSetAttribute": lambda *_: 0})
+    with pytest.raises(ValueError, match="zip"):
+        driver.set_node_attributes([1] * nodes, [4] * attributes, np.zeros((rows, 64), np.uint8))
+
+
 @pytest.mark.parametrize("table", [np.zeros((0, 64), np.uint8), np.zeros(0, structs.KERNEL_NODE_PARAMS)])
 def test_a_table_without_rows_has_no_addresses(table: np.ndarray) -> None:
     """numpy gives some of them a stride of 0."""

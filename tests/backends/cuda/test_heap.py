@@ -5,6 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+from graphpack.backends.cuda import heap
 from graphpack.backends.cuda.heap import CHUNK, HeapPages, spans
 
 USE = """
@@ -52,3 +55,18 @@ def test_closing_twice_and_without_releasing() -> None:
     pages.close()
     pages.close()
     pages.release()
+
+
+def test_memory_whose_pages_cannot_be_made_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def populate(_start: int, _end: int) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(heap, "populate", populate)
+    freed: list[int] = []
+    monkeypatch.setattr(heap._libc, "free", freed.append)
+    pages = HeapPages(10 * CHUNK)
+    with pytest.raises(RuntimeError, match="new thread"):
+        pages.release()
+    with pytest.raises(RuntimeError, match="new thread"):
+        pages.close()
+    assert len(freed) == 10

@@ -223,6 +223,7 @@ def test_a_buffer_that_cannot_be_unlocked_is_said_when_it_is_closed(
     started.wait()
     with pytest.raises(CudaError, match="cuMemHostUnregister"):
         started.close()
+    assert [thread for thread in threading.enumerate() if thread.name.startswith("graphpack-upload")] == []
 
 
 def test_a_buffer_that_nothing_travels_through_is_unlocked(driver: FakeDriver) -> None:
