@@ -143,7 +143,7 @@ def _bug(error: Exception) -> GraphpackError:
 def _print_answer(answer: Answer, forms: _Forms) -> None:
     from graphpack import documents
 
-    process.LAST_WORD.acquire()
+    process.take_last_word()
     if not forms.answer:
         if answer.lines:  # else they were printed as they came
             _print(answer.lines, sys.stdout)
@@ -157,7 +157,7 @@ def _fail(error: GraphpackError, forms: _Forms, *, answered: bool = False) -> in
     """Print a failure and give its exit status. An answer that was printed in JSON has it already."""
     from graphpack import documents, report
 
-    process.LAST_WORD.acquire()
+    process.take_last_word()
     if error.__cause__ is not None and error.code == GraphpackError.code and not forms.log:
         traceback.print_exception(error.__cause__)
     try:

@@ -24,7 +24,7 @@ Empty in a process that is no command."""
 ENDINGS: list[Callable[[int], None]] = []
 """What comes at the end of a command, with its exit status; one that need not return."""
 LAST_WORD = threading.RLock()
-"""The thread that tells how a command ends takes it, and keeps it: no other has anything to add."""
+"""Taken by the thread that tells how a command ends, and kept: no other has anything to add."""
 
 _answers: list[int] = []
 """Descriptors of what is standard output for an answer, while that of the process is standard error."""
@@ -93,6 +93,12 @@ def stray_output_to_stderr() -> Iterator[TextIO]:
             _answers.remove(kept)
         os.dup2(kept, STDOUT)
         os.close(kept)
+
+
+def take_last_word() -> None:
+    """Be the thread that tells how this process ends, if it is a command."""
+    if FAREWELL:
+        LAST_WORD.acquire()
 
 
 def stdout_for_last_words() -> None:

@@ -365,7 +365,8 @@ def test_a_rank_killed_in_a_load_ends_the_others(killed: int, other: str, ranks:
 WAITS_FOR_EVER = """
 import graphpack.collectives, graphpack.group
 graphpack.collectives.wait_for_ever = lambda: True
-graphpack.group.STUCK_SECONDS, graphpack.group.CLEANING_SECONDS = 1, 2
+graphpack.group.STUCK_SECONDS, graphpack.group.CLEANING_SECONDS = 0.5, 1.5
+graphpack.group.BEAT_SECONDS, graphpack.group.LOST_SECONDS = 0.25, 3
 """
 STUCK = """
 def wait(*_):
@@ -406,7 +407,7 @@ FAILS = "import graphpack.trials as t; t.verify_graphs = lambda *_: [][0]"
 CLEANS_UP_LONGER = """
 from graphpack.backends.cpu.memory import CpuMemory
 CpuMemory.close = lambda _: __import__("time").sleep(100)
-graphpack.group.CLEANING_SECONDS = 6
+graphpack.group.CLEANING_SECONDS = 4
 """
 
 
@@ -437,7 +438,7 @@ def stopped(group):
     leave(group)
 graphpack.group.Group._leave = stopped
 """
-LEAVES_LATE = 'graphpack.group.Group._leave = lambda _: __import__("time").sleep(4)'
+LEAVES_LATE = 'graphpack.group.Group._leave = lambda _: __import__("time").sleep(3)'
 
 
 def test_a_command_that_is_stopped_while_it_waits_for_others_to_leave_keeps_its_status(
@@ -468,7 +469,7 @@ try:
     graphpack.load(sys.argv[1], verify=True)
 except graphpack.GraphpackError as error:
     print(json.dumps(error.as_dict()), flush=True)
-time.sleep(4 + 2 * graphpack.group.CLEANING_SECONDS)
+time.sleep(1 + 2 * graphpack.group.CLEANING_SECONDS)
 print("went on")
 """
 
@@ -507,7 +508,7 @@ def load():
         print(error, flush=True)
 load()
 climb = graphpack.restore._Restore._climb
-graphpack.restore._Restore._climb = lambda *given: (time.sleep(6), climb(*given))[1]
+graphpack.restore._Restore._climb = lambda *given: (time.sleep(3), climb(*given))[1]
 load()
 """
 
