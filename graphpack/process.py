@@ -103,8 +103,9 @@ def take_last_word() -> None:
 
 def stdout_for_last_words() -> None:
     """Let what any thread prints now be the answer, whatever the main thread is in the midst of."""
-    if _answers:
-        os.dup2(_answers[-1], STDOUT)
+    for kept in _answers[-1:]:
+        with contextlib.suppress(OSError):  # the main thread has just put it back
+            os.dup2(kept, STDOUT)
     sys.stdout = open(STDOUT, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115 - the last
 
 

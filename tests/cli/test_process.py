@@ -55,6 +55,28 @@ def test_stray_output_does_not_reach_standard_output(tmp_path: Path) -> None:
     assert err == "printed by a model\nwritten by a library\nprinted by a child\n"
 
 
+LAST_WORDS = """
+import os, sys
+from graphpack import process
+process.prepare()
+with process.stray_output_to_stderr() as answer:
+    print("stray", flush=True)
+    if sys.argv[1:]:
+        os.dup2(answer.fileno(), 1)
+        os.close(answer.fileno())
+    process.stdout_for_last_words()
+    print("last words")
+    process.leave(3)
+"""
+
+
+@pytest.mark.parametrize("just_put_back", [False, True])
+def test_last_words_are_the_answer_in_the_midst_of_a_command(just_put_back: bool) -> None:
+    command = [sys.executable, "-c", LAST_WORDS, *(["put back"] if just_put_back else [])]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (3, "last words\n", "stray\n")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("output_format", ["human", "json"])
