@@ -16,7 +16,7 @@ from graphpack.models.presets import make_checkpoint
 from graphpack.results.load import LoadRequest
 from tests.backends.cuda.kept import ARCHIVES, AnsweringDriver, record_of, replayable
 
-ROUNDS = 20
+ROUNDS = 12
 
 
 @pytest.fixture(scope="module", params=ARCHIVES, ids=lambda path: path.name)
@@ -114,7 +114,7 @@ def test_weights_in_files_were_locked_and_are_not_any_more(
     assert books(driver) == {}
 
 
-def test_two_at_once_twenty_times(kept: Path, checkpoint: Path, driver: AnsweringDriver) -> None:
+def test_two_at_once_again_and_again(kept: Path, checkpoint: Path, driver: AnsweringDriver) -> None:
     """The second goes elsewhere, since the first is where both were; closed in either order."""
     request = LoadRequest(archive=kept, weights={None: checkpoint})
     for round_number in range(ROUNDS):
