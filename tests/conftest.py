@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
@@ -37,12 +38,15 @@ others it found two lines more, and took up to a third of their time."""
 
 @contextmanager
 def unmeasured_here() -> Iterator[None]:
-    tracing = sys.gettrace()
+    tracing, in_threads = sys.gettrace(), threading.gettrace()
     sys.settrace(None)
+    # Python 3.11 cannot begin to trace two threads at one moment, and ends one of them.
+    threading.settrace(None)
     try:
         yield
     finally:
         sys.settrace(tracing)
+        threading.settrace(in_threads)
 
 
 @pytest.hookimpl(wrapper=True)
