@@ -117,12 +117,12 @@ def _nodes(report: Report) -> None:
             }
             report.put(f"kernel {node:x}", described)
         elif kind == structs.NODE_MEMCPY:
-            params = cuda.memcpy_node(node)
-            report.put("memcpy", {n: getattr(params, n) for n, _ in params._fields_})
+            report.put("memcpy", str(cuda.memcpy_node(node)[0]))
         elif kind == structs.NODE_MEMSET:
             report.put("memset", str(cuda.memset_node(node)[0]))
-    sizes = {n: ctypes.sizeof(getattr(structs, n)) for n in ("Memcpy3D", "AllocationProperties", "AttributeValue")}
-    report.put("struct sizes", {**sizes, "KERNEL_NODE_PARAMS": structs.KERNEL_NODE_PARAMS.itemsize})
+    sizes = {n: ctypes.sizeof(getattr(structs, n)) for n in ("AllocationProperties", "AttributeValue")}
+    tables = {n: getattr(structs, n).itemsize for n in ("KERNEL_NODE_PARAMS", "MEMCPY_NODE_PARAMS")}
+    report.put("struct sizes", sizes | tables)
 
 
 def _images(report: Report) -> None:

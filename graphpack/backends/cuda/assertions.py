@@ -41,5 +41,5 @@ def prepare_assertions(driver: Driver, device: int) -> None:
         table["func"] = undo.enter_context(own_kernel(driver, code, KERNEL))
         graph = driver.create_graph()
         undo.callback(driver.destroy_graph, graph)
-        driver.add_kernel_nodes(graph, table)
+        driver.add_kernel_node(graph, table)
         driver.destroy_executable(driver.instantiate(graph))

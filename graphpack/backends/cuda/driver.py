@@ -10,13 +10,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import cache
-from itertools import repeat, starmap
+from itertools import pairwise, repeat, starmap
 from math import prod
 
 import numpy as np
 
 from graphpack.backends.cuda import structs
 from graphpack.backends.cuda.libcuda import NOT_READY, Library
+
+_ADDED_BY = {
+    structs.NODE_KERNEL: ("cuGraphAddKernelNode_v2", True, False),
+    structs.NODE_MEMSET: ("cuGraphAddMemsetNode", True, True),
+    structs.NODE_MEMCPY: ("cuGraphAddMemcpyNode", True, True),
+    structs.NODE_EMPTY: ("cuGraphAddEmptyNode", False, False),
+}
+"""By type of node: the function, and whether it takes parameters and a context."""
 
 
 class Driver(Library):
@@ -233,29 +241,29 @@ class Driver(Library):
     def destroy_graph(self, graph: int) -> None:
         self._call("cuGraphDestroy", graph)
 
-    def add_kernel_nodes(self, graph: int, table: np.ndarray) -> np.ndarray:
-        """One node a row of `table`, of dtype `KERNEL_NODE_PARAMS`; their handles."""
-        return self._add_nodes("cuGraphAddKernelNode_v2", graph, table)
+    def add_nodes(self, graph: int, types: np.ndarray, params: np.ndarray, context: int) -> np.ndarray:
+        """Nodes of these types, in this order; their handles.
 
-    def add_memset_nodes(self, graph: int, table: np.ndarray, context: int) -> np.ndarray:
-        """One node a row of `table`, of dtype `MEMSET_NODE_PARAMS`; their handles."""
-        return self._add_nodes("cuGraphAddMemsetNode", graph, table, context)
-
-    def _add_nodes(self, name: str, graph: int, table: np.ndarray, *context: int) -> np.ndarray:
-        nodes = np.zeros(len(table), np.uint64)
+        `types` has `NODE_KERNEL`, `NODE_MEMSET`, `NODE_MEMCPY` or `NODE_EMPTY` for each, and `params` the host address
+        of its row of dtype `KERNEL_NODE_PARAMS`, `MEMSET_NODE_PARAMS` or `MEMCPY_NODE_PARAMS`, uint64.
+        """
+        nodes = np.zeros(len(types), np.uint64)
+        places, rows = addresses(nodes), params.tolist()
         # What is the same in every call is made what C takes once.
-        same = [repeat(value) for value in (c_void_p(graph), c_void_p(), c_size_t(0))]
-        last = [repeat(c_void_p(value)) for value in context]
-        for status in map(self._function(name), addresses(nodes), *same, addresses(table), *last):
-            if status:
-                self.check(status, name)
+        first = [repeat(value) for value in (c_void_p(graph), c_void_p(), c_size_t(0))]
+        last = repeat(c_void_p(context))
+        changes = np.flatnonzero(np.diff(types, prepend=-1, append=-1))
+        for start, end in pairwise(changes.tolist()):
+            name, has_params, has_context = _ADDED_BY[int(types[start])]
+            more = [rows[start:end]] * has_params + [last] * has_context
+            for status in map(self._function(name), places[start:end], *first, *more):
+                if status:
+                    self.check(status, name)
         return nodes
 
-    def add_memcpy_node(self, graph: int, params: structs.Memcpy3D, context: int) -> int:
-        return self._handle("cuGraphAddMemcpyNode", graph, None, 0, byref(params), context)
-
-    def add_empty_node(self, graph: int) -> int:
-        return self._handle("cuGraphAddEmptyNode", graph, None, 0)
+    def add_kernel_node(self, graph: int, row: np.ndarray) -> int:
+        """The handle of a node with the one row of dtype `KERNEL_NODE_PARAMS`."""
+        return self._handle("cuGraphAddKernelNode_v2", graph, None, 0, row.ctypes.data)
 
     def add_dependencies(self, graph: int, sources: np.ndarray, targets: np.ndarray, data: np.ndarray) -> None:
         """Edges between node handles. All of `data`, of dtype `EDGE_DATA`, must be the same: drivers of CUDA 13.0
@@ -301,10 +309,11 @@ class Driver(Library):
         self._call("cuGraphMemsetNodeGetParams", node, row.ctypes.data)
         return row
 
-    def memcpy_node(self, node: int) -> structs.Memcpy3D:
-        params = structs.Memcpy3D()
-        self._call("cuGraphMemcpyNodeGetParams", node, byref(params))
-        return params
+    def memcpy_node(self, node: int) -> np.ndarray:
+        """One row of dtype `MEMCPY_NODE_PARAMS`."""
+        row = np.zeros(1, structs.MEMCPY_NODE_PARAMS)
+        self._call("cuGraphMemcpyNodeGetParams", node, row.ctypes.data)
+        return row
 
     def child_graph(self, node: int) -> int:
         graph = c_uint64()

@@ -144,6 +144,7 @@ _QUICK = frozenset(
         "cuEventRecord",
         "cuGraphAddEmptyNode",
         "cuGraphAddKernelNode_v2",
+        "cuGraphAddMemcpyNode",
         "cuGraphAddMemsetNode",
         "cuGraphKernelNodeGetAttribute",
         "cuGraphKernelNodeSetAttribute",

@@ -13,6 +13,14 @@ from graphpack.backends.cuda.driver import Driver
 from graphpack.backends.cuda.images import Identity
 from graphpack.errors import GraphpackError, Problem
 
+_NODE_TYPES = np.zeros(4, np.int64)
+_NODE_TYPES[[c.KERNEL, c.MEMSET, c.MEMCPY, c.EMPTY]] = (
+    structs.NODE_KERNEL,
+    structs.NODE_MEMSET,
+    structs.NODE_MEMCPY,
+    structs.NODE_EMPTY,
+)
+
 
 def build_graph(
     driver: Driver,
@@ -64,25 +72,15 @@ def _add_nodes(
     """Node handles in the order of `kinds`, in which they are also added: the driver schedules by it."""
     parameters = patched(columns, bases)
     pointers = columns.parameter_spans[:, 0].astype(np.uint64) + np.uint64(parameters.ctypes.data)
-    launches = _launch_table(columns, functions, pointers)
-    memsets = _memset_table(columns, bases)
-    nodes = np.zeros(len(columns.kinds), np.uint64)
-    done = [0, 0, 0, 0]
-    changes = np.flatnonzero(np.diff(columns.kinds)) + 1
-    for start, end in zip([0, *changes.tolist()], [*changes.tolist(), len(nodes)], strict=True):
-        kind = int(columns.kinds[start])
-        first, last = done[kind], done[kind] + end - start
-        if kind == c.KERNEL:
-            nodes[start:end] = driver.add_kernel_nodes(graph, launches[first:last])
-        elif kind == c.MEMSET:
-            nodes[start:end] = driver.add_memset_nodes(graph, memsets[first:last], context)
-        elif kind == c.MEMCPY:
-            copies = [_memcpy_params(row, bases) for row in columns.memcpys[first:last]]
-            nodes[start:end] = [driver.add_memcpy_node(graph, params, context) for params in copies]
-        else:
-            nodes[start:end] = [driver.add_empty_node(graph) for _ in range(first, last)]
-        done[kind] = last
-    return nodes
+    tables = {
+        c.KERNEL: _launch_table(columns, functions, pointers),
+        c.MEMSET: _memset_table(columns, bases),
+        c.MEMCPY: _memcpy_table(columns, bases),
+    }
+    rows = np.zeros(len(columns.kinds), np.uint64)
+    for kind, table in tables.items():
+        rows[columns.kinds == kind] = table.ctypes.data + table.itemsize * np.arange(len(table), dtype=np.uint64)
+    return driver.add_nodes(graph, _NODE_TYPES[columns.kinds], rows, context)
 
 
 def _launch_table(columns: c.GraphColumns, functions: Mapping[Identity, int], pointers: np.ndarray) -> np.ndarray:
@@ -106,14 +104,15 @@ def _memset_table(columns: c.GraphColumns, bases: np.ndarray) -> np.ndarray:
     return table
 
 
-def _memcpy_params(row: np.void, bases: np.ndarray) -> structs.Memcpy3D:
-    params = structs.Memcpy3D()
-    params.src_type = params.dst_type = structs.MEMORY_TYPE_DEVICE
-    params.src_device = int(bases[row["src_region"]] + row["src_offset"])
-    params.dst_device = int(bases[row["dst_region"]] + row["dst_offset"])
+def _memcpy_table(columns: c.GraphColumns, bases: np.ndarray) -> np.ndarray:
+    rows = columns.memcpys
+    table = np.zeros(len(rows), structs.MEMCPY_NODE_PARAMS)
+    for end in ("src", "dst"):
+        table[f"{end}_type"] = structs.MEMORY_TYPE_DEVICE
+        table[f"{end}_device"] = bases[rows[f"{end}_region"]] + rows[f"{end}_offset"]
     for field in ("src_pitch", "src_height", "dst_pitch", "dst_height", "width", "height", "depth"):
-        setattr(params, field, int(row[field]))
-    return params
+        table[field] = rows[field]
+    return table
 
 
 class _Attributes:

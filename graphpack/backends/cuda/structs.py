@@ -6,7 +6,7 @@ Tables that are filled column by column are numpy dtypes with the very layout of
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_ushort, c_void_p
+from ctypes import c_int, c_ubyte, c_uint, c_ushort, c_void_p
 
 import numpy as np
 
@@ -37,22 +37,23 @@ MEMSET_NODE_PARAMS = np.dtype(
 )
 """CUDA_MEMSET_NODE_PARAMS_v1; `width` counts elements."""
 
+_COPY_END = ("x", "y", "z", "lod", "type", "padding", "host", "device", "array", "reserved", "pitch", "height")
+MEMCPY_NODE_PARAMS = np.dtype(
+    [
+        *(
+            (f"{end}_{field}", "<u4" if field in ("type", "padding") else "<u8")
+            for end in ("src", "dst")
+            for field in _COPY_END
+        ),
+        ("width", "<u8"),
+        ("height", "<u8"),
+        ("depth", "<u8"),
+    ]
+)
+"""CUDA_MEMCPY3D_v2; `width` counts bytes."""
+
 EDGE_DATA = np.dtype([("from_port", "u1"), ("to_port", "u1"), ("type", "u1"), ("reserved", "u1", 5)])
 """CUgraphEdgeData."""
-
-
-class Memcpy3D(ctypes.Structure):
-    """CUDA_MEMCPY3D_v2."""
-
-    _fields_ = (
-        ("src_x", c_size_t), ("src_y", c_size_t), ("src_z", c_size_t), ("src_lod", c_size_t),
-        ("src_type", c_int), ("src_host", c_void_p), ("src_device", c_uint64), ("src_array", c_void_p),
-        ("reserved0", c_void_p), ("src_pitch", c_size_t), ("src_height", c_size_t),
-        ("dst_x", c_size_t), ("dst_y", c_size_t), ("dst_z", c_size_t), ("dst_lod", c_size_t),
-        ("dst_type", c_int), ("dst_host", c_void_p), ("dst_device", c_uint64), ("dst_array", c_void_p),
-        ("reserved1", c_void_p), ("dst_pitch", c_size_t), ("dst_height", c_size_t),
-        ("width", c_size_t), ("height", c_size_t), ("depth", c_size_t),
-    )  # fmt: skip
 
 
 class Location(ctypes.Structure):

@@ -189,7 +189,7 @@ class Walker:
             value = int(row["value"]) & ((1 << 8 * size) - 1)
             return Memset(int(row["dst"]), value, size, int(row["width"]), int(row["height"]), int(row["pitch"]))
         if kind == structs.NODE_MEMCPY:
-            return _memcpy(self._driver.memcpy_node(handle))
+            return _memcpy(self._driver.memcpy_node(handle)[0])
         if kind == structs.NODE_EMPTY:
             return Empty()
         what, hint = _REFUSED_KINDS.get(kind, (f"a node of type {kind}", ""))
@@ -240,7 +240,7 @@ class Walker:
         # may be below what the launch takes: the driver raises it only for launches through a stream.
         plain = row.copy()
         plain["func"], plain["kern"], plain["shared"] = function, 0, 0
-        fresh = int(driver.add_kernel_nodes(self._unused, plain)[0])
+        fresh = driver.add_kernel_node(self._unused, plain)
         values = {attribute: self._attribute(fresh, attribute) for attribute in KEPT}
         return Function(
             name=name,
@@ -273,25 +273,21 @@ def _pairs(extra: int) -> Iterator[tuple[int, int]]:
         extra += 16
 
 
-def _memcpy(params: structs.Memcpy3D) -> Memcpy:
-    if params.src_type not in _DEVICE_MEMORY or params.dst_type not in _DEVICE_MEMORY:
+def _memcpy(row: np.void) -> Memcpy:
+    params = {field: int(row[field]) for field in structs.MEMCPY_NODE_PARAMS.names or ()}
+    if params["src_type"] not in _DEVICE_MEMORY or params["dst_type"] not in _DEVICE_MEMORY:
         here = "a copy between host and device"
         raise _refusal(Problem("", "", here, "keep what the step reads on the device, and read results outside it"))
-    if params.src_lod or params.dst_lod:
+    if params["src_lod"] or params["dst_lod"]:
         raise _refusal(Problem("", "", "a copy of a mipmapped array"))
-    source = params.src_x + params.src_pitch * (params.src_y + params.src_height * params.src_z)
-    target = params.dst_x + params.dst_pitch * (params.dst_y + params.dst_height * params.dst_z)
-    return Memcpy(
-        source=params.src_device + source,
-        target=params.dst_device + target,
-        width=params.width,
-        height=params.height,
-        depth=params.depth,
-        src_pitch=params.src_pitch,
-        src_height=params.src_height,
-        dst_pitch=params.dst_pitch,
-        dst_height=params.dst_height,
+    source, target = (
+        params[f"{end}_device"]
+        + params[f"{end}_x"]
+        + params[f"{end}_pitch"] * (params[f"{end}_y"] + params[f"{end}_height"] * params[f"{end}_z"])
+        for end in ("src", "dst")
     )
+    kept = ("width", "height", "depth", "src_pitch", "src_height", "dst_pitch", "dst_height")
+    return Memcpy(source=source, target=target, **{field: params[field] for field in kept})
 
 
 def _topological(count: int, edges: list[Edge]) -> list[int]:

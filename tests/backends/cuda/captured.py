@@ -99,14 +99,14 @@ class CapturingDriver:
     def destroy_graph(self, graph: int) -> None:
         assert graph == 2
 
-    def add_kernel_nodes(self, graph: int, table: np.ndarray) -> np.ndarray:
+    def add_kernel_node(self, graph: int, row: np.ndarray) -> int:
         assert graph == 2
         # The driver refuses a node that takes more than its function's limit.
-        assert int(table["shared"][0]) == 0
-        node = self.node(structs.NODE_KERNEL, table.copy(), graph)
-        for attribute, value in self.functions[int(table["func"][0])].defaults.items():
+        assert int(row["shared"][0]) == 0
+        node = self.node(structs.NODE_KERNEL, row.copy(), graph)
+        for attribute, value in self.functions[int(row["func"][0])].defaults.items():
             self.attributes[node, attribute] = value
-        return np.array([node], np.uint64)
+        return node
 
     def graph_nodes(self, graph: int) -> np.ndarray:
         return np.array(self.graphs.get(graph, []), np.uint64)

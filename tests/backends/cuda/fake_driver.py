@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -45,6 +45,12 @@ def image(kernels: dict[str, dict[str, Any]], processor: int = 90) -> bytes:
     header = ELF + (processor << 8 | 0x06000004).to_bytes(4, "little") + bytes(12)
     return header + len(text).to_bytes(8, "little") + text
 
+
+_PARAMS = {
+    structs.NODE_KERNEL: structs.KERNEL_NODE_PARAMS,
+    structs.NODE_MEMSET: structs.MEMSET_NODE_PARAMS,
+    structs.NODE_MEMCPY: structs.MEMCPY_NODE_PARAMS,
+}
 
 ADD = [[0, 8], [8, 8], [16, 4]]
 
@@ -117,7 +123,7 @@ class FakeDriver(Driver):
         if not getattr(self._thread, "context", 0):
             self._fail(call, 201)
 
-    def _fail(self, call: str, status: int) -> None:
+    def _fail(self, call: str, status: int) -> NoReturn:
         raise CudaError(call, status, f"CUDA_ERROR_{NAMES[status]}")
 
     def _new(self) -> int:
@@ -444,34 +450,29 @@ class FakeDriver(Driver):
         self.graphs[graph].nodes.append(node)
         return node
 
-    def add_kernel_nodes(self, graph: int, table: np.ndarray) -> np.ndarray:
-        self._enter("add_kernel_nodes")
+    def add_nodes(self, graph: int, types: np.ndarray, params: np.ndarray, context: int) -> np.ndarray:
+        self._enter("add_nodes")
+        assert context
         handles = []
-        for row in table:
-            function = self.functions.get(int(row["func"]))
-            if function is None:
-                self._fail("cuGraphAddKernelNode_v2", 400)
-                break
-            if int(row["shared"]) > function.attributes[structs.FUNC_MAX_DYNAMIC_SHARED]:
-                self._fail("cuGraphAddKernelNode_v2", 1)
-            pointers = np.frombuffer(ctypes.string_at(int(row["kernel_params"]), 8 * len(function.parameters)), "<u8")
-            values = [
-                ctypes.string_at(int(at), size) for at, (_, size) in zip(pointers, function.parameters, strict=True)
-            ]
-            handles.append(self._add(graph, structs.NODE_KERNEL, (function, row.copy(), values)))
+        for kind, address in zip(types.tolist(), params.tolist(), strict=True):
+            dtype = _PARAMS.get(kind)
+            row = np.frombuffer(ctypes.string_at(address, dtype.itemsize), dtype)[0] if dtype else None
+            handles.append(self._add(graph, kind, self._launch(row) if kind == structs.NODE_KERNEL else row))
         return np.array(handles, np.uint64)
 
-    def add_memset_nodes(self, graph: int, table: np.ndarray, context: int) -> np.ndarray:
-        assert context
-        return np.array([self._add(graph, structs.NODE_MEMSET, row.copy()) for row in table], np.uint64)
+    def add_kernel_node(self, graph: int, row: np.ndarray) -> int:
+        self._enter("add_kernel_node")
+        return self._add(graph, structs.NODE_KERNEL, self._launch(row[0].copy()))
 
-    def add_memcpy_node(self, graph: int, params: structs.Memcpy3D, context: int) -> int:
-        assert context
-        copy = structs.Memcpy3D.from_buffer_copy(params)
-        return self._add(graph, structs.NODE_MEMCPY, copy)
-
-    def add_empty_node(self, graph: int) -> int:
-        return self._add(graph, structs.NODE_EMPTY, None)
+    def _launch(self, params: Any) -> tuple[Function, Any, list[bytes]]:
+        function = self.functions.get(int(params["func"]))
+        if function is None:
+            self._fail("cuGraphAddKernelNode_v2", 400)
+        if int(params["shared"]) > function.attributes[structs.FUNC_MAX_DYNAMIC_SHARED]:
+            self._fail("cuGraphAddKernelNode_v2", 1)
+        pointers = np.frombuffer(ctypes.string_at(int(params["kernel_params"]), 8 * len(function.parameters)), "<u8")
+        values = [ctypes.string_at(int(at), size) for at, (_, size) in zip(pointers, function.parameters, strict=True)]
+        return function, params, values
 
     def add_dependencies(self, graph: int, sources: np.ndarray, targets: np.ndarray, data: np.ndarray) -> None:
         self._enter("add_dependencies")
@@ -541,8 +542,8 @@ class FakeDriver(Driver):
             for line in range(int(row["height"])):
                 self.write(int(row["dst"]) + line * int(row["pitch"]), value * int(row["width"]))
         elif node.kind == structs.NODE_MEMCPY:
-            copy = node.details
-            for plane, line in itertools.product(range(copy.depth), range(copy.height)):
-                source = copy.src_device + (plane * copy.src_height + line) * copy.src_pitch
-                target = copy.dst_device + (plane * copy.dst_height + line) * copy.dst_pitch
-                self.write(target, self.read(source, copy.width))
+            copy = {name: int(node.details[name]) for name in structs.MEMCPY_NODE_PARAMS.names or ()}
+            for plane, line in itertools.product(range(copy["depth"]), range(copy["height"])):
+                source = copy["src_device"] + (plane * copy["src_height"] + line) * copy["src_pitch"]
+                target = copy["dst_device"] + (plane * copy["dst_height"] + line) * copy["dst_pitch"]
+                self.write(target, self.read(source, copy["width"]))

@@ -130,8 +130,8 @@ class AnsweringDriver(FakeDriver):
                 yield value[:first], [self._meaning(word, start) for word in words], value[end:]
         elif node.kind == NODE_MEMCPY:
             copy = node.details
-            yield self._meaning(copy.src_device, start), self._meaning(copy.dst_device, start)
-            yield [int(getattr(copy, name)) for name in ("width", "height", "depth", "src_pitch", "dst_pitch")]
+            yield [self._meaning(int(copy[name]), start) for name in ("src_device", "dst_device")]
+            yield [int(copy[name]) for name in ("width", "height", "depth", "src_pitch", "dst_pitch")]
         elif node.kind == NODE_MEMSET:
             row = node.details
             yield self._meaning(int(row["dst"]), start), row.tolist()[1:]

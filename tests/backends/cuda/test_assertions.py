@@ -72,7 +72,7 @@ def test_it_is_done_for_images_that_need_it_alone(
     assert driver.calls["instantiate"] == count
 
 
-@pytest.mark.parametrize("call", ["load_library", "create_graph", "add_kernel_nodes", "instantiate"])
+@pytest.mark.parametrize("call", ["load_library", "create_graph", "add_kernel_node", "instantiate"])
 def test_a_failure_is_said_where_graphs_are_wanted(
     call: str, driver: FakeDriver, session: DeviceSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,13 @@ from graphpack.backends.cuda.libcuda import CudaError
 from graphpack.backends.cuda.rebuild import build_graph
 from tests.backends.cuda.kept import ARCHIVES, graphs_of, record_of
 
-NAMES = ("cuGraphAddKernelNode_v2", "cuGraphAddMemsetNode")
+ADDED_BY = {
+    structs.NODE_KERNEL: "cuGraphAddKernelNode_v2",
+    structs.NODE_MEMSET: "cuGraphAddMemsetNode",
+    structs.NODE_MEMCPY: "cuGraphAddMemcpyNode",
+    structs.NODE_EMPTY: "cuGraphAddEmptyNode",
+}
+NAMES = tuple(ADDED_BY.values())
 
 
 def driver_of(functions: Mapping[str, Callable[..., int]]) -> Driver:
@@ -29,31 +35,62 @@ def number(value: Any) -> int:
     return int(getattr(value, "value", value) or 0)
 
 
-@pytest.mark.parametrize("kind", [0, 1])
-def test_each_row_becomes_a_node(kind: int) -> None:
-    table = np.zeros(5, (structs.KERNEL_NODE_PARAMS, structs.MEMSET_NODE_PARAMS)[kind])
-    context = (0xC0,) * kind
-    calls: list[list[int]] = []
+def test_nodes_are_added_in_their_order_each_by_its_own_function() -> None:
+    calls: list[tuple[str, list[int]]] = []
 
-    def add(node: int, *given: Any) -> int:
-        calls.append([number(value) for value in given])
-        ctypes.c_uint64.from_address(node).value = 1000 + len(calls)
+    def adding(name: str) -> Callable[..., int]:
+        def add(node: int, *given: Any) -> int:
+            calls.append((name, [number(value) for value in given]))
+            ctypes.c_uint64.from_address(node).value = 1000 + len(calls)
+            return 0
+
+        return add
+
+    driver = driver_of({name: adding(name) for name in NAMES})
+    kernel, memset, memcpy, empty = NAMES
+    types = [structs.NODE_MEMCPY] + [structs.NODE_KERNEL] * 2 + [structs.NODE_EMPTY] * 2 + [structs.NODE_MEMSET]
+    types += [structs.NODE_MEMCPY, structs.NODE_KERNEL]
+    rows = np.array([1 << 45, 2 << 45, 3 << 45, 0, 0, 4 << 45, 5 << 45, 6 << 45], np.uint64)
+    nodes = driver.add_nodes(7 << 40, np.array(types), rows, 0xC0)
+    assert nodes.tolist() == [*range(1001, 1009)]
+    first = [7 << 40, 0, 0]
+    assert calls == [
+        (memcpy, [*first, 1 << 45, 0xC0]),
+        (kernel, [*first, 2 << 45]),
+        (kernel, [*first, 3 << 45]),
+        (empty, first),
+        (empty, first),
+        (memset, [*first, 4 << 45, 0xC0]),
+        (memcpy, [*first, 5 << 45, 0xC0]),
+        (kernel, [*first, 6 << 45]),
+    ]
+
+
+def test_a_graph_without_nodes_takes_no_call() -> None:
+    assert driver_of({}).add_nodes(1, np.zeros(0, np.int64), np.zeros(0, np.uint64), 1).tolist() == []
+
+
+@pytest.mark.parametrize("kind", [structs.NODE_KERNEL, structs.NODE_MEMSET, structs.NODE_MEMCPY, structs.NODE_EMPTY])
+def test_the_first_node_that_is_refused_ends_it(kind: int) -> None:
+    left = [0, 0, 400, 0]
+    driver = driver_of(dict.fromkeys(NAMES, lambda *_: left.pop(0)))
+    with pytest.raises(CudaError) as raised:
+        driver.add_nodes(1, np.full(4, kind), np.zeros(4, np.uint64), 1)
+    assert (raised.value.call, raised.value.status) == (ADDED_BY[kind], 400)
+    assert left == [0]
+
+
+def test_one_kernel_is_a_node_of_its_row() -> None:
+    calls: list[tuple[int, ...]] = []
+
+    def add(node: Any, *given: Any) -> int:
+        calls.append(tuple(number(value) for value in given))
+        node._obj.value = 77
         return 0
 
-    driver = driver_of({NAMES[kind]: add})
-    nodes = (driver.add_kernel_nodes, driver.add_memset_nodes)[kind](7 << 40, table, *context)
-    assert nodes.tolist() == [1001, 1002, 1003, 1004, 1005]
-    rows = [table.ctypes.data + row * table.itemsize for row in range(5)]
-    assert calls == [[7 << 40, 0, 0, row, *context] for row in rows]
-
-
-def test_the_first_row_that_is_refused_ends_it() -> None:
-    left = [0, 0, 400, 0]
-    driver = driver_of({NAMES[0]: lambda *_: left.pop(0)})
-    with pytest.raises(CudaError) as raised:
-        driver.add_kernel_nodes(1, np.zeros(4, structs.KERNEL_NODE_PARAMS))
-    assert (raised.value.call, raised.value.status) == (NAMES[0], 400)
-    assert left == [0]
+    row = np.zeros(1, structs.KERNEL_NODE_PARAMS)
+    assert driver_of({NAMES[0]: add}).add_kernel_node(5, row) == 77
+    assert calls == [(5, 0, 0, row.ctypes.data)]
 
 
 def test_attributes_are_set_and_read_where_their_rows_are() -> None:

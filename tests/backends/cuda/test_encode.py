@@ -166,10 +166,11 @@ def memset(offset: int) -> np.ndarray:
     return row
 
 
-def copy(source: int, target: int, kind: int = structs.MEMORY_TYPE_DEVICE) -> structs.Memcpy3D:
-    return structs.Memcpy3D(
-        src_type=kind, dst_type=2, src_device=BASE + source, dst_device=BASE + target, width=8, height=1, depth=1
-    )
+def copy(source: int, target: int, kind: int = structs.MEMORY_TYPE_DEVICE) -> np.ndarray:
+    row = np.zeros(1, structs.MEMCPY_NODE_PARAMS)
+    row["src_type"], row["dst_type"], row["src_device"], row["dst_device"] = kind, 2, BASE + source, BASE + target
+    row["width"], row["height"], row["depth"] = 8, 1, 1
+    return row
 
 
 def test_memsets_and_copies_name_their_places(driver: CapturingDriver) -> None:
@@ -182,7 +183,7 @@ def test_memsets_and_copies_name_their_places(driver: CapturingDriver) -> None:
 
 def test_the_pitch_of_a_copy_goes_into_its_offset(driver: CapturingDriver) -> None:
     params = copy(0, 1024)
-    params.src_x, params.src_y, params.src_pitch = 4, 2, 16
+    params["src_x"], params["src_y"], params["src_pitch"] = 4, 2, 16
     driver.node(structs.NODE_MEMCPY, params)
     assert encoded(driver).memcpys["src_offset"].tolist() == [36]
 

@@ -120,11 +120,12 @@ class Captured:
     def address(self, region: str, offset: int = 0) -> bytes:
         return (BASE + self.offsets[region] + offset).to_bytes(8, "little")
 
-    def copy(self, target: str) -> structs.Memcpy3D:
+    def copy(self, target: str) -> np.ndarray:
         """Of scratch memory to where the next call takes it."""
-        device = structs.MEMORY_TYPE_DEVICE
-        found = structs.Memcpy3D(src_type=device, dst_type=device, width=64, height=1, depth=1)
-        found.src_device, found.dst_device = BASE + self.offsets["scratch.0"], BASE + self.offsets[target]
+        found = np.zeros(1, structs.MEMCPY_NODE_PARAMS)
+        found["src_type"] = found["dst_type"] = structs.MEMORY_TYPE_DEVICE
+        found["width"], found["height"], found["depth"] = 64, 1, 1
+        found["src_device"], found["dst_device"] = BASE + self.offsets["scratch.0"], BASE + self.offsets[target]
         return found
 
     def columns(self) -> dict[int, c.GraphColumns]:

@@ -243,7 +243,7 @@ def test_whatever_call_fails_nothing_is_held(
     counted = Counted(driver, monkeypatch)
     load(kept, checkpoint, verify=True)
     made = dict(counted.counts)
-    assert {"reserve", "create_memory", "load_library", "add_kernel_nodes", "instantiate", "launch"} <= set(made)
+    assert {"reserve", "create_memory", "load_library", "add_nodes", "instantiate", "launch"} <= set(made)
     for name, count in made.items():
         for number in sorted({1, 2, count} & set(range(1, count + 1))):
             counted.counts.clear()

@@ -132,8 +132,7 @@ def found_nodes(driver: FakeDriver, graph: Any) -> Iterator[Any]:
             shape = row["grid"].tolist(), row["block"].tolist(), int(row["shared"])
             yield node.kind, function.image, function.name, *shape, values
         elif node.kind == structs.NODE_MEMCPY:
-            copy = node.details
-            yield node.kind, copy.src_device, copy.dst_device, *(getattr(copy, name) for name in COPY)
+            yield node.kind, *(int(node.details[name]) for name in ("src_device", "dst_device", *COPY))
         elif node.kind == structs.NODE_MEMSET:
             yield node.kind, int(node.details["dst"]), *(int(node.details[name]) for name in FILL)
         else:

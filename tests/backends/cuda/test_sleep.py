@@ -95,7 +95,7 @@ def content(model: RestoredModel) -> dict[str, bytes]:
 def test_a_hundred_switches(pool: ModelPool, driver: FakeDriver) -> None:
     expected = logits(pool.switch("b"))
     room = room_of(pool.switch("b"))
-    once = ("instantiate", "add_kernel_nodes", "load_library", "reserve", "create_memory")
+    once = ("instantiate", "add_nodes", "load_library", "reserve", "create_memory")
     built = {name: driver.calls[name] for name in once}
     addresses = {name: dict(memory_of(pool.switch(name)).addresses) for name in NAMES}
     held = None
