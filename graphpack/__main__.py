@@ -8,11 +8,11 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
 from graphpack import process
 from graphpack.errors import GraphpackError, Problem, StorageError, UsageError
+from graphpack.frozen import dataclass
 from graphpack.words import LOG_FORMAT_VARIABLE
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphpack.errors import GraphpackError
+from graphpack.frozen import dataclass
 from graphpack.schema import to_plain
 from graphpack.texts import Generated
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from struct import Struct
+
+from graphpack.frozen import dataclass
 
 Data = bytes | mmap.mmap
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import getpass
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -27,6 +27,7 @@ from graphpack.archive.record import (
 from graphpack.archive.store import Archive, EntryRef
 from graphpack.backends.capturing import CapturedEntry, CapturedPieces
 from graphpack.freshness import RanksWanted, Wanted
+from graphpack.frozen import dataclass
 from graphpack.graph import TensorSpec
 from graphpack.identity.environment import Host
 from graphpack.models.locate import SOURCE_PATH

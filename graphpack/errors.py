@@ -7,8 +7,9 @@ return lists of problems; the rung of the ladder that ran them raises once, with
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
+
+from graphpack.frozen import dataclass
 
 
 @dataclass(frozen=True, slots=True)

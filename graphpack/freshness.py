@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from graphpack.archive.piecewise import NAME, PiecewiseSettings, piecewise_of
@@ -12,6 +12,7 @@ from graphpack.archive.ranks import Part, ranks_of
 from graphpack.archive.reading import Reader
 from graphpack.archive.record import Environment, Model, Record, Settings, Weights
 from graphpack.errors import CorruptArchiveError, Problem
+from graphpack.frozen import dataclass
 from graphpack.identity.agreement import check_agreement
 from graphpack.identity.digests import config_digest
 from graphpack.identity.weights import check_weights

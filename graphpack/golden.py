@@ -8,10 +8,11 @@ sample of the others and a SHA-256 of all. `docs/format.md`, section Goldens, gi
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from graphpack.archive.check import FLOAT32_TOLERANCE_LIMIT
 from graphpack.convert import convert, widened
 from graphpack.dtypes import DTYPES
 from graphpack.errors import CorruptArchiveError, Problem
+from graphpack.frozen import dataclass
 from graphpack.graph import Bucket, Chunk, TensorSpec, is_decode
 
 STEPS = 128
@@ -220,7 +222,7 @@ def row_digests(rows: np.ndarray) -> np.ndarray:
     return np.stack([np.frombuffer(hashlib.sha256(row.tobytes()).digest(), np.uint8) for row in rows])
 
 
-@dataclass(slots=True)
+@dataclasses.dataclass(slots=True)
 class Comparison:
     """A replay against a golden, step by step. Differences are absolute, in units of the output; with `exact` there
     may be none in the bits of a recorded row."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import Annotated
 
 from graphpack.dtypes import DTYPES, DtypeName
+from graphpack.frozen import dataclass
 from graphpack.schema import Count, Extents, Positive, Whole, one_of
 
 RegionKind = Annotated[str, one_of("weight", "constant", "state", "input", "output", "scratch")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import selectors
 import signal
@@ -11,9 +12,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import IO
 
+from graphpack.frozen import dataclass
 from graphpack.process import Interrupted
 
 GRACE = 20.0
@@ -67,7 +69,7 @@ def run_all(
         raise
 
 
-@dataclass(slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False)
 class _Job:
     name: str
     process: subprocess.Popen[bytes]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from graphpack.errors import CaptureRefusedError, Problem
+from graphpack.frozen import dataclass
 from graphpack.golden import STEPS, Driver, Golden, Recorder, recorded_tolerance, tolerance_cap
 from graphpack.graph import Bucket, Shape, TensorSpec, bucket_of
 from graphpack.torch_arrays import to_array, to_tensor

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -17,6 +17,7 @@ from graphpack.backends.spare import Spare
 from graphpack.budget import must_sleep, where_kept
 from graphpack.dispatch import check_choice
 from graphpack.errors import ClosedError, NotFoundError, Problem, UsageError
+from graphpack.frozen import dataclass
 from graphpack.results.load import LoadRequest
 from graphpack.schema import shown
 from graphpack.suggestion import did_you_mean

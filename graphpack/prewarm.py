@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from graphpack.errors import (
     from_dict,
 )
 from graphpack.freshness import PRECISION_VARIABLE, damage, stale, wanted
+from graphpack.frozen import dataclass
 from graphpack.identity.weights import hash_weights
 from graphpack.jobs import Ended, run_all
 from graphpack.models.presets import PRESETS

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from graphpack.archive.ranks import Part, part_of
 from graphpack.archive.record import Record
 from graphpack.errors import Problem, UsageError
+from graphpack.frozen import dataclass
 
 _NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT")
 _ADDRESS = "MASTER_ADDR"

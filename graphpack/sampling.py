@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
 from graphpack.errors import OutputsDifferError, Problem, UsageError
+from graphpack.frozen import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

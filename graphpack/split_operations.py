@@ -6,7 +6,7 @@ what torch does for each.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from graphpack.frozen import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,9 @@ gives what comes after it needs; the state belongs to split operations alone.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Protocol, cast
 
 import torch
@@ -17,6 +18,7 @@ from torch.export.graph_signature import InputKind
 
 from graphpack.archive.piecewise import Call, PiecewiseGraph, prefill_shapes
 from graphpack.errors import CaptureRefusedError, Problem
+from graphpack.frozen import dataclass
 from graphpack.graph import Chunk, TensorSpec
 from graphpack.models.step import StepModel
 from graphpack.modes import node_line
@@ -112,7 +114,7 @@ def split_operation(node: fx.Node) -> str:
     return name if namespace == NAMESPACE and name in SPLIT_OPERATIONS else ""
 
 
-@dataclass(slots=True)
+@dataclasses.dataclass(slots=True)
 class _Run:
     """Nodes of one piece, in order."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from graphpack.archive.record import Graph, Record
 from graphpack.backends import Executable, Memory
 from graphpack.dtypes import DTYPES
 from graphpack.errors import OutputsDifferError, Problem
+from graphpack.frozen import dataclass
 from graphpack.golden import Comparison, Golden
 from graphpack.graph import Bucket, Shape
 from graphpack.inputs import check_inputs

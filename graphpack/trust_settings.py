@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphpack.archive.permissions import changeable_by, read_protected
 from graphpack.archive.trust import Policy
 from graphpack.errors import Problem, StorageError, UntrustedError, UsageError
+from graphpack.frozen import dataclass
 from graphpack.home import user_directory
 from graphpack.schema import COUNT_LIMIT, shown
 

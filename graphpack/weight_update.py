@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from graphpack.archive.record import Record, Weights, WeightTensor
 from graphpack.convert import convert
 from graphpack.dtypes import DTYPES
 from graphpack.errors import InputError, Problem
+from graphpack.frozen import dataclass
 from graphpack.graph import Region
 from graphpack.identity.weights import hash_weights, weights_root
 from graphpack.inputs import array_of

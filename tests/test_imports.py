@@ -19,7 +19,7 @@ LONGEST_MODULE = 400
 
 # A module imports only what stands before it.
 ORDER = """
-    errors elf words process jobs logs
+    frozen errors elf words process jobs logs
     split_operations schema suggestion arguments dtypes torch_arrays graph
     results results.observer results.replay results.sign results.load results.verify results.maintain results.save
     texts stages convert home interpreter
@@ -191,6 +191,16 @@ def own(module: str) -> list[Import]:
 
 def roots(module: str) -> set[str]:
     return {found.name.partition(".")[0] for found in imports(module)}
+
+
+@pytest.mark.parametrize("module", modules())
+def test_frozen_classes_with_slots_are_those_that_take_no_time_to_define(module: str) -> None:
+    """In any module: which of them a load imports changes too easily to be noticed."""
+    classes = [node for node in ast.walk(tree(module)) if isinstance(node, ast.ClassDef)]
+    calls = [call for node in classes for call in node.decorator_list if isinstance(call, ast.Call)]
+    frozen = [call for call in calls if {"frozen", "slots"} <= {keyword.arg for keyword in call.keywords}]
+    assert {ast.unparse(call.func) for call in frozen} <= {"dataclass"}
+    assert not frozen or Import("graphpack.frozen", lazy=False) in imports(module)
 
 
 def test_every_module_has_its_place() -> None:

@@ -11,7 +11,6 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -19,6 +18,7 @@ import msgpack  # type: ignore[import-untyped]
 
 from graphpack.archive.record import FORMAT_MAJOR, FORMAT_MINOR, FormatVersion, Producer
 from graphpack.errors import CorruptArchiveError, Problem, UnsupportedFormatError
+from graphpack.frozen import dataclass
 from graphpack.schema import COUNT_LIMIT, Plain, SchemaProblems, from_plain, shown, to_plain
 
 MAGIC = bytes.fromhex("8947504b0d0a1a0a")

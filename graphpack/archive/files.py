@@ -8,12 +8,12 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from graphpack.archive.codec import corrupt
 from graphpack.archive.owner import has_ended, made_here, owned_name
 from graphpack.errors import Problem, StorageError
+from graphpack.frozen import dataclass
 
 LOCK_FILE = ".lock"
 TEMPORARY = ".tmp-"

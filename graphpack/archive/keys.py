@@ -14,13 +14,13 @@ import shlex
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphpack.archive.files import storage_errors
 from graphpack.archive.permissions import read_protected, read_with_status
 from graphpack.errors import GraphpackError, Problem, UntrustedError, UsageError
+from graphpack.frozen import dataclass
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from graphpack.archive import glance
 from graphpack.archive.codec import corrupt, decode_json, encode_json
 from graphpack.archive.record import Blob
 from graphpack.errors import CorruptArchiveError, Problem, UnsupportedFormatError
+from graphpack.frozen import dataclass
 from graphpack.schema import COUNT_LIMIT, Plain, shown
 
 T = TypeVar("T")

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import islice
 from typing import Annotated
 
 from graphpack.archive.record import Distance, Graph, Record
 from graphpack.errors import Problem
+from graphpack.frozen import dataclass
 from graphpack.graph import Chunk, Shape, TensorSpec
 from graphpack.schema import PROBLEM_LIMIT, Count, Digest, Positive, SchemaProblems, Whole, from_plain, one_of, shown
 from graphpack.split_operations import COLLECTIVES, SPLIT_OPERATIONS, SplitOperation

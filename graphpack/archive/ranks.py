@@ -7,13 +7,13 @@ Entries of several ranks, defines each field; a test compares its table with the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from graphpack.archive.piecewise import PiecewiseSettings, piecewise_of
 from graphpack.archive.record import Record
 from graphpack.errors import Problem
+from graphpack.frozen import dataclass
 from graphpack.graph import TensorSpec
 from graphpack.schema import PROBLEM_LIMIT, Count, Digest, Positive, SchemaProblems, from_plain, shown, to_plain
 from graphpack.split_operations import COLLECTIVES

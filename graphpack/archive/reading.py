@@ -10,7 +10,6 @@ import hashlib
 import os
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,6 +20,7 @@ from graphpack.archive.permissions import Permissions
 from graphpack.archive.ranks import WHOLE, Part, check_group, part_of, tag_of
 from graphpack.archive.record import Blob, FormatVersion, Producer, Record
 from graphpack.errors import CorruptArchiveError, GraphpackError, Problem, UnsupportedFormatError
+from graphpack.frozen import dataclass
 
 if TYPE_CHECKING:
     from graphpack.archive.signature import Signed

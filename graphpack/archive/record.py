@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from graphpack.dtypes import COMPUTE_DTYPES, ComputeDtype, DtypeName
+from graphpack.frozen import dataclass
 from graphpack.graph import Bucket, Region, TensorSpec
 from graphpack.schema import Count, Digest, Extents, Positive, Rule, matching, one_of
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import re
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -16,6 +15,7 @@ from graphpack.archive.codec import corrupt, decode_json, encode_json
 from graphpack.archive.oci import BUNDLE_TYPE, PREDICATE_TYPE
 from graphpack.archive.record import EntryName, FormatVersion
 from graphpack.errors import CorruptArchiveError
+from graphpack.frozen import dataclass
 from graphpack.schema import Count, Digest, Plain, Rule, SchemaProblems, from_plain, to_plain
 
 BUNDLE_LIMIT = 64 << 10

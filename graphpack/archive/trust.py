@@ -7,13 +7,14 @@ entries that are loaded have no signature, and then nothing is imported of signa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from graphpack.archive.reading import Entry, Reader
 from graphpack.archive.record import FormatVersion
 from graphpack.errors import Problem, UntrustedError
+from graphpack.frozen import dataclass
 
 if TYPE_CHECKING:
     from graphpack.archive.keys import PublicKey

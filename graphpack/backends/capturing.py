@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
 from graphpack.backends import check_name
 from graphpack.errors import Problem
+from graphpack.frozen import dataclass
 
 if TYPE_CHECKING:
     from graphpack.archive.piecewise import PiecewiseGraph, PiecewiseSettings

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from graphpack import process
 from graphpack.errors import GraphpackError
+from graphpack.frozen import dataclass
 from graphpack.words import LOG_FORMAT_VARIABLE, LOG_FORMATS
 
 if TYPE_CHECKING:

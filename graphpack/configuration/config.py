@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from graphpack.configuration.environment import CONFIG, SILENT, Environment, read_environment
 from graphpack.configuration.keys import ARCHIVE_DIR, MODEL_KEYS, NOTHING, Key, ModelConfig
+from graphpack.frozen import dataclass
 from graphpack.schema import shown
 from graphpack.words import NAME_WORDS, is_entry_name
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from graphpack.configuration.keys import ARCHIVE_DIR, MODEL_KEYS, NOTHING, PATH, Key, ModelConfig
 from graphpack.errors import Problem, UsageError
+from graphpack.frozen import dataclass
 from graphpack.schema import shown
 from graphpack.suggestion import meant
 from graphpack.words import LOG_FORMAT_VARIABLE

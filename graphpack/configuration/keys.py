@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from graphpack.frozen import dataclass
 from graphpack.split_operations import DEFAULT_SPLIT
 from graphpack.words import (
     CPU_ISAS,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib import metadata
 
+from graphpack.frozen import dataclass
 from graphpack.identity.environment import package_directory, version_line
 
 

@@ -7,10 +7,11 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from graphpack.archive.record import TorchBuild
+from graphpack.frozen import dataclass
 
 _CPUINFO = Path("/proc/cpuinfo")
 _OS_RELEASE = Path("/etc/os-release")

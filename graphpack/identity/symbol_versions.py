@@ -12,10 +12,10 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from graphpack.elf import read_search_path, read_version_definitions
+from graphpack.frozen import dataclass
 
 SYSTEM_LIBRARIES = (
     "libc.so.6",

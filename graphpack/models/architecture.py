@@ -6,10 +6,10 @@ Defaults of absent keys are those of transformers' configuration classes, so tha
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from graphpack.errors import Problem, WeightsMismatchError
+from graphpack.frozen import dataclass
 from graphpack.models.blocks import ROPE_TYPES, ExpertsConfig, Rope
 from graphpack.schema import shown
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from graphpack.frozen import dataclass
 
 Places = slice | Tensor
 """Some of the tokens of a run, or of the positions of a slot: a slice where they follow each other."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
+
+from graphpack.frozen import dataclass
 
 ROPE_TYPES = ("default", "linear", "llama3")
 

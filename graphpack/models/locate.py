@@ -7,13 +7,14 @@ were saved from, if it is still there. The archive's word never makes code run: 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from graphpack.archive.ranks import ranks_of
 from graphpack.archive.record import Model, Record
 from graphpack.errors import LayoutMismatchError, Problem, WeightsMismatchError
+from graphpack.frozen import dataclass
 from graphpack.models.architecture import DecoderConfig
 from graphpack.models.checkpoint import open_checkpoint, read_config
 from graphpack.models.sharding import config_of_rank, indivisible, shard, shards_of

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from graphpack.dtypes import DTYPES
 from graphpack.errors import NotFoundError, StorageError, UsageError
+from graphpack.frozen import dataclass
 from graphpack.models import seeded
 from graphpack.models.architecture import DecoderConfig
 from graphpack.models.checkpoint import CONFIG_NAME, INDEX_NAME, SINGLE_NAME

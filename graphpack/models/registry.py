@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from graphpack.archive.ranks import Part
 from graphpack.errors import CaptureRefusedError, NotFoundError, Problem
+from graphpack.frozen import dataclass
 from graphpack.models.architecture import DecoderConfig
 from graphpack.models.checkpoint import hub_revision, open_checkpoint, read_config
 from graphpack.models.presets import PRESETS, Preset

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -19,6 +19,7 @@ from graphpack.arguments import (
     optional,
 )
 from graphpack.errors import UsageError
+from graphpack.frozen import dataclass
 
 if TYPE_CHECKING:
     from graphpack.results.replay import VerifiedBucket

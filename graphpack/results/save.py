@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from graphpack.arguments import device_problems
 from graphpack.errors import GraphpackError, Problem, UsageError
+from graphpack.frozen import dataclass
 from graphpack.schema import shown
 from graphpack.split_operations import DEFAULT_SPLIT
 from graphpack.words import (

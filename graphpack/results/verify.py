@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from graphpack.frozen import dataclass
 from graphpack.results.load import Rung
 from graphpack.results.sign import SignatureRow
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -17,6 +17,7 @@ from graphpack.backends.cpu.pieces import StitchedPieces, agree_pieces
 from graphpack.backends.cpu.restore import CpuGraph, loaded_torch
 from graphpack.backends.cpu.runtime import CompiledObject
 from graphpack.errors import CaptureRefusedError, Problem
+from graphpack.frozen import dataclass
 from graphpack.graph import TensorSpec
 from graphpack.models.step import StepModel
 from graphpack.models.weights import WeightSource

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 
@@ -20,6 +19,7 @@ from graphpack.backends.cpu.policy import object_name
 from graphpack.backends.cpu.runtime import CompiledObject
 from graphpack.dtypes import COMPUTE_DTYPES
 from graphpack.errors import CaptureRefusedError, Problem, UsageError
+from graphpack.frozen import dataclass
 from graphpack.graph import Bucket, TensorSpec
 from graphpack.identity.cpu_isa import CpuIsa
 from graphpack.identity.digests import settings_digest

@@ -10,7 +10,6 @@ import os
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch.export import ExportedProgram
 
 from graphpack.errors import CaptureRefusedError, Problem, StorageError
+from graphpack.frozen import dataclass
 from graphpack.graph import TensorSpec
 from graphpack.lockstep import evaluating
 from graphpack.modes import TORCH, draws_random_numbers, node_line, refuse_modes

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from graphpack import golden, lockstep
 from graphpack.archive.piecewise import Piece, PiecewiseGraph, PiecewiseSettings
@@ -18,6 +18,7 @@ from graphpack.backends.cpu.memory import CpuMemory
 from graphpack.backends.cpu.policy import object_name
 from graphpack.backends.cpu.restore import loaded_torch
 from graphpack.backends.cpu.stitched import StitchedGraph
+from graphpack.frozen import dataclass
 from graphpack.graph import Chunk, TensorSpec
 from graphpack.identity.cpu_isa import CpuIsa
 from graphpack.identity.digests import piece_digest, piecewise_digest, stitching_digest

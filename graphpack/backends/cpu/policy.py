@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from graphpack.archive.piecewise import piecewise_of
 from graphpack.archive.record import Record
 from graphpack.elf import ElfError, ElfFile, parse
 from graphpack.errors import Problem
+from graphpack.frozen import dataclass
 from graphpack.identity.digests import piece_digest, piecewise_digest, settings_digest
 from graphpack.schema import shown
 

@@ -14,7 +14,6 @@ import itertools
 import os
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, byref, c_bool, c_char_p, c_int32, c_int64, c_size_t, c_void_p
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import numpy as np
 
 from graphpack.dtypes import DTYPES
 from graphpack.errors import CorruptArchiveError, EnvironmentMismatchError, GraphpackError, Problem, StorageError
+from graphpack.frozen import dataclass
 from graphpack.graph import TensorSpec
 
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE

@@ -7,13 +7,14 @@ which moves every region by a different amount.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from graphpack.backends.cuda.columns import WORDS
+from graphpack.frozen import dataclass
 from graphpack.graph import Region
 
 _SMALLEST_ADDRESS = 1 << 16
@@ -24,7 +25,7 @@ PointerRange = Callable[[int], tuple[int, int] | None]
 """Start and size of the allocation that holds an address; None where there is none."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class RegionMap:
     """The regions of an arena at `base`, which has `size` bytes."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from graphpack.backends.cuda.driver import driver
 from graphpack.backends.cuda.recorder import MemoryRecorder, spec_of
 from graphpack.backends.cuda.watch import Watch, blamed
 from graphpack.errors import CaptureRefusedError, GraphpackError, Problem, UsageError
+from graphpack.frozen import dataclass
 from graphpack.graph import Bucket, TensorSpec
 from graphpack.lockstep import evaluating
 from graphpack.models.step import StepModel

@@ -8,9 +8,10 @@ The parameters of all launches lie in one column of bytes: each launch has a blo
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 from graphpack.archive import codec
 from graphpack.backends.cuda.columns_check import check_columns
 from graphpack.errors import CorruptArchiveError, Problem
+from graphpack.frozen import dataclass
 from graphpack.graph import Region
 from graphpack.schema import Plain
 
@@ -141,7 +143,7 @@ class Names:
     kernels: tuple[Kernel, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GraphColumns:
     """See the dtypes above for the tables. Arrays are never changed; `parameters` is uint8."""
 

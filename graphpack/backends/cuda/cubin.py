@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from struct import Struct
+
+from graphpack.frozen import dataclass
 
 MAGIC = b"\x7fELF"
 
@@ -31,7 +33,7 @@ class _Section:
     link: int
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Image:
     """A cubin as the driver loaded it. Its identity is its digest: a kernel's name alone stands for many."""
 

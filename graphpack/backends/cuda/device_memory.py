@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from graphpack.backends.cuda.structs import OUT_OF_MEMORY
 from graphpack.backends.cuda.upload import Upload, plan_upload
 from graphpack.backends.spare import Spare
 from graphpack.dtypes import DTYPES
+from graphpack.frozen import dataclass
 
 if TYPE_CHECKING:
     from graphpack.identity.weights import Carrier

@@ -8,7 +8,7 @@ as zero: a kernel that used it would fault in the proof, which then names these 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from graphpack.backends.cuda.cubin import Image
 from graphpack.backends.cuda.trim import trim
 from graphpack.backends.cuda.walk import Function, Launch, Memcpy, Memset, WalkedGraph
 from graphpack.errors import CaptureRefusedError, Problem
+from graphpack.frozen import dataclass
 
 _MOST_PROBLEMS = 16
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NoReturn
 
 import numpy as np
@@ -16,6 +15,7 @@ from graphpack.backends.cuda.images import Identity
 from graphpack.backends.cuda.rebuild import build_graph
 from graphpack.dtypes import DTYPES
 from graphpack.errors import ClosedError
+from graphpack.frozen import dataclass
 from graphpack.graph import TensorSpec
 
 _ALIGNMENT = 256

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 from graphpack.archive.codec import ColumnsReader
 from graphpack.archive.oci import IMAGE_TYPE, blob_file
@@ -16,6 +15,7 @@ from graphpack.backends.cuda.columns import GraphColumns, decode, topology
 from graphpack.backends.cuda.images import check_image
 from graphpack.backends.cuda.pieces_check import decode_pieces
 from graphpack.errors import CorruptArchiveError, Problem
+from graphpack.frozen import dataclass
 from graphpack.graph import Bucket
 
 

@@ -8,8 +8,10 @@ written here is laid out as they would have done it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from struct import Struct
+
+from graphpack.frozen import dataclass
 
 BITS, SYMBOLS, STRINGS, RELA, NOTE, NO_BITS, REL = 1, 2, 3, 4, 7, 8, 9
 

@@ -6,7 +6,6 @@ import ctypes
 import hashlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from struct import Struct
 
 from graphpack.backends.cuda import structs
@@ -14,6 +13,7 @@ from graphpack.backends.cuda.columns import GraphColumns
 from graphpack.backends.cuda.driver import Driver
 from graphpack.backends.cuda.libcuda import CudaError
 from graphpack.errors import CorruptArchiveError, Problem
+from graphpack.frozen import dataclass
 from graphpack.schema import shown
 
 _THREADS = 8

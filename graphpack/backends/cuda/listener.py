@@ -13,7 +13,6 @@ import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 from graphpack.backends.cuda.cubin import Image, image_at
 from graphpack.backends.cuda.driver import driver
 from graphpack.errors import CaptureRefusedError, EnvironmentMismatchError, Problem
+from graphpack.frozen import dataclass
 
 # cupti_callbacks.h and cupti_driver_cbid.h
 _DRIVER_API, _RESOURCE = 1, 3

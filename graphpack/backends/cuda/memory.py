@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import c_int, c_size_t, c_void_p
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import torch
 from graphpack.backends.cuda.space import Space
 from graphpack.backends.cuda.spans import Span
 from graphpack.errors import CaptureRefusedError, GraphpackError, Problem
+from graphpack.frozen import dataclass
 from graphpack.graph import TensorSpec
 
 _Allocate = ctypes.CFUNCTYPE(c_void_p, c_size_t, c_int, c_void_p)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from graphpack.archive.piecewise import Call, PiecewiseGraph, tensor_regions
 from graphpack.archive.record import Record
 from graphpack.backends.cuda.device_memory import CudaMemory
 from graphpack.errors import EnvironmentMismatchError, Problem, StorageError
+from graphpack.frozen import dataclass
 from graphpack.models import operations
 from graphpack.models.attention import Rows, attend, kernels
 from graphpack.modes import check_precision

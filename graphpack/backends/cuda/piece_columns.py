@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from graphpack.archive import codec
 from graphpack.archive.piecewise import Call, PiecewiseGraph, tensor_regions
 from graphpack.backends.cuda import columns as c
 from graphpack.errors import CorruptArchiveError, Problem
+from graphpack.frozen import dataclass
 from graphpack.graph import Region
 from graphpack.schema import Plain
 

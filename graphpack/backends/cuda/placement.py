@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from graphpack.archive.record import Layout
 from graphpack.backends.cuda.spans import touching
 from graphpack.errors import LayoutMismatchError, Problem
+from graphpack.frozen import dataclass
 from graphpack.graph import Region
 from graphpack.schema import shown
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from graphpack.backends.cuda.space import BASE_STEP, Space, base_of
 from graphpack.backends.cuda.spans import check_overlaps, placed, raw, reached, remaining
 from graphpack.backends.cuda.walk import Walker
 from graphpack.errors import CaptureRefusedError, Problem
+from graphpack.frozen import dataclass
 from graphpack.graph import Region, TensorSpec
 from graphpack.identity.layout import make_layout
 from graphpack.regions import CAPTURE_VERSION

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from struct import Struct
 
 from graphpack.backends.cuda.image_file import (
@@ -32,6 +32,7 @@ from graphpack.backends.cuda.image_file import (
     read_image,
     write_image,
 )
+from graphpack.frozen import dataclass
 
 _INFO, _CALLS, _COMPATIBILITY = 0x70000000, 0x70000001, 0x70000086
 _INFO_LINK = 0x40

@@ -15,13 +15,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from graphpack.backends.cuda.driver import Driver
 from graphpack.backends.cuda.host import HostBuffer, HostPages
 from graphpack.backends.cuda.ring import SLOTS, TransferRing
 from graphpack.convert import convert
+from graphpack.frozen import dataclass
 from graphpack.graph import Region
 from graphpack.interpreter import quick_handover
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import heapq
 import re
 from collections.abc import Iterator
 from ctypes import c_size_t, c_uint64
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from graphpack.backends.cuda.cubin import Image
 from graphpack.backends.cuda.driver import Driver
 from graphpack.backends.cuda.listener import ImageTable
 from graphpack.errors import CaptureRefusedError, Problem
+from graphpack.frozen import dataclass
 
 Triple = tuple[int, int, int]
 Edge = tuple[int, int, int, int, int]
@@ -117,7 +119,7 @@ class WalkedGraph:
                 yield node.function.image.digest, node.function.image.data
 
 
-@dataclass(slots=True)
+@dataclasses.dataclass(slots=True)
 class _Flat:
     """Node handles and edges with child graphs taken apart."""
 
