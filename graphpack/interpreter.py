@@ -48,7 +48,16 @@ def _pause_collector() -> Callable[[], None]:
     if not gc.isenabled():
         return lambda: None
     gc.disable()
-    return gc.enable
+    return _resume_collector
+
+
+def _resume_collector() -> None:
+    # What was made meanwhile counts as old at once. The collector would take it for young and look through it at the
+    # next chance, which is between a load and its first step: 8 ms. What the program froze itself stays frozen.
+    if gc.get_freeze_count() == 0:
+        gc.freeze()
+        gc.unfreeze()
+    gc.enable()
 
 
 _handover = _Shared(_hand_over_quickly)
@@ -59,8 +68,8 @@ _collector = _Shared(_pause_collector)
 def quick_handover() -> Iterator[None]:
     """A thread that waits for Python's lock gets it within `HANDOVER_SECONDS`.
 
-    By default one that comes back from reading or hashing waits up to 5 ms for a thread that computes: several times
-    as long as it takes to read four megabytes.
+    By default one that comes back from reading, hashing or a call of the driver waits up to 5 ms for a thread that
+    computes: several times as long as it takes to read four megabytes.
     """
     with _handover.used():
         yield

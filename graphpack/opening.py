@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from graphpack.archive.glance import mentions
 from graphpack.backends import BLOB_TYPES, hold
 from graphpack.errors import EnvironmentMismatchError, NotFoundError, Problem, UsageError
-from graphpack.interpreter import collector_paused
+from graphpack.interpreter import collector_paused, quick_handover
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,7 +34,8 @@ def begun(archive: Path, device: str | None) -> Iterator[None]:
     in a thread."""
     # Each of several ranks has a device of its own, and which one is known once the entry is.
     alone = os.environ.get("WORLD_SIZE", "") in ("", "1")
-    with collector_paused(), ExitStack() as held:
+    # The thread that loads gives up Python's lock at every call of the driver, and others that check graphs take it.
+    with collector_paused(), quick_handover(), ExitStack() as held:
         for backend, blob_type in BLOB_TYPES.items():
             if alone and mentions(archive, blob_type):
                 held.enter_context(hold(device or backend))

@@ -149,6 +149,7 @@ _QUICK = frozenset(
         "cuGraphKernelNodeGetAttribute",
         "cuGraphKernelNodeSetAttribute",
         "cuMemcpyHtoDAsync_v2",
+        "cuMemsetD8Async",
     )
 )
 """Made by the thousand, or by threads that should go on at once: they keep Python's lock, since giving it up to a
