@@ -331,15 +331,18 @@ def _replay(report: Report, plan: Plan, checkpoint: str, archive: str) -> None:
 
 def _cold_start(report: Report, plan: Plan, checkpoint: str, archive: str, weights: int) -> None:
     pinned = report.values["pinned GB/s"] * 1e9
-    floors = [_started(FLOOR) for _ in range(3)]
-    floor = min(floors) + weights / pinned
-    lazy, whole = ([_started(COLD, archive, checkpoint, how) for _ in range(5)] for how in ("lazy", "all graphs"))
-    best = statistics.median_low([one["first token"] for one in lazy])
-    best = next(one for one in lazy if one["first token"] == best)
+    floors, lazy, whole = [], [], []
+    # In turns, since a machine is quick and slow by turns, too.
+    for _ in range(7):
+        floors.append(_started(FLOOR))
+        lazy.append(_started(COLD, archive, checkpoint, "lazy"))
+        whole.append(_started(COLD, archive, checkpoint, "all graphs"))
+    floor = statistics.median(floors) + weights / pinned
+    middle = statistics.median([one["first token"] for one in lazy])
     report.put("bare start, cuInit, context s", floors)
     report.put("floor s", floor)
     report.put("cold starts", {"lazy": lazy, "all graphs": whole})
-    report.put("first token over floor", best["first token"] / floor)
+    report.put("first token over floor", middle / floor)
     report.put("timeline", _started(TIMELINE, archive, checkpoint))
     report.put("ms of imports, the longest", _imports())
     captured = report.values.get("save", {}).get("capture s, all buckets")
@@ -347,8 +350,8 @@ def _cold_start(report: Report, plan: Plan, checkpoint: str, archive: str, weigh
         restored = statistics.median([sum(one["stages"].values()) for one in whole])
         report.put("restore s, all graphs", restored)
         report.put("capture over restore", captured / restored)
-    expect(not best["torch"], "restoring imported torch")
-    expect(best["first token"] <= plan.floor_ratio * floor, "the first token comes too late")
+    expect(not any(one["torch"] for one in lazy + whole), "restoring imported torch")
+    expect(middle <= plan.floor_ratio * floor, "the first token comes too late")
 
 
 def _imports() -> dict[str, float]:

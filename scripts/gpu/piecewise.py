@@ -419,4 +419,4 @@ def piecewise(report: Report) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    main(piecewise, "piecewise")
+    main(piecewise, "-".join(["piecewise", *sys.argv[1:]]))
