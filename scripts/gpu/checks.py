@@ -1,4 +1,5 @@
-"""Tests that need a GPU: refusals by line, moved memory, two archives at once, leaks, the engine example.
+"""Tests that need a GPU: refusals by line, loads that do not fit, moved memory, two archives at once, leaks, the
+engine example.
 
 python scripts/gpu/checks.py [engine]
 
@@ -11,6 +12,8 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 from harness import WORK, Report, child, expect, graphpack, main
 
@@ -132,6 +135,8 @@ def _check_archives(report: Report) -> None:
         answer = child(TWO, str(archive))
         report.put("two", answer)
         expect(answer["identical"] and answer["moved"] == [False, True], str(answer))
+    with report.check("what does not fit is refused, and the process serves on"):
+        _refusals(report, archive)
     with report.check("load and close twenty times"):
         answer = child(CYCLES, str(archive), timeout=180)
         report.put("cycles", answer)
@@ -156,17 +161,31 @@ def _saved(reference: str, name: str, environment: dict[str, str]) -> dict[str, 
     return answer
 
 
+def _refusals(report: Report, archive: Path) -> None:
+    answers = _script("refusals.py", str(archive), str(WORK / "refusals"))
+    report.put("refusals", answers)
+    for name, found in answers.items():
+        good = found["as expected"] and found["good ones after it"] and found["the one that serves goes on"]
+        expect(good, f"{name}: {found}")
+        expect(found["memory kept"] <= 2 << 20, f"{name}: device memory is kept")
+
+
 def _engine(report: Report) -> None:
     archive = WORK / "engine"
     shutil.rmtree(archive, ignore_errors=True)
     for step in ("save", "serve"):
-        command = [sys.executable, "scripts/gpu/engine_example.py", step, str(archive)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{step}: status {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
-        answer = json.loads(done.stdout.splitlines()[-1])
+        answer = _script("engine_example.py", step, str(archive))
         report.put(step, answer)
     expect(answer["identical"], "the engine's graphs give something else on its own memory")
+
+
+def _script(name: str, *arguments: str) -> Any:
+    """What another script of this folder prints last, as JSON."""
+    command = [sys.executable, f"scripts/gpu/{name}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{command}: status {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":
