@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from threading import Lock
 
 HANDOVER_SECONDS = 0.001
+_FROZEN_BY_PYTHON = 1000
+"""Objects. Python 3.12 starts with 375 that its collector never looks at; a program that freezes any freezes all that
+there are, 5,000 at the least."""
 
 
 class _Shared:
@@ -54,7 +57,7 @@ def _pause_collector() -> Callable[[], None]:
 def _resume_collector() -> None:
     # What was made meanwhile counts as old at once. The collector would take it for young and look through it at the
     # next chance, which is between a load and its first step: 8 ms. What the program froze itself stays frozen.
-    if gc.get_freeze_count() == 0:
+    if gc.get_freeze_count() < _FROZEN_BY_PYTHON:
         gc.freeze()
         gc.unfreeze()
     gc.enable()

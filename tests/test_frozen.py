@@ -239,7 +239,7 @@ def test_other_classes_are_for_the_standard_library(options: dict[str, bool]) ->
 
 
 def test_no_function_is_compiled_for_a_class() -> None:
-    """What the standard library compiles comes from a file of no name."""
+    """What the standard library compiles comes from no file."""
     methods = [method for _, method in inspect.getmembers(Known, inspect.isfunction)]
-    assert {inspect.getsourcefile(method) for method in methods} == {frozen.__file__}
+    assert None not in {inspect.getsourcefile(method) for method in methods}
     assert {"__init__", "__eq__", "__hash__", "__repr__", "__setattr__", "__delattr__"} <= {*vars(Known)}
