@@ -117,7 +117,8 @@ def _nodes(report: Report) -> None:
             }
             report.put(f"kernel {node:x}", described)
         elif kind == structs.NODE_MEMCPY:
-            report.put("memcpy", str(cuda.memcpy_node(node)[0]))
+            (row,) = cuda.memcpy_node(node)
+            report.put("memcpy", dict(zip(row.dtype.names, row.tolist(), strict=True)))
         elif kind == structs.NODE_MEMSET:
             report.put("memset", str(cuda.memset_node(node)[0]))
     sizes = {n: ctypes.sizeof(getattr(structs, n)) for n in ("AllocationProperties", "AttributeValue")}

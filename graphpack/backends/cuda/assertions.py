@@ -33,13 +33,13 @@ def prepare_assertions(driver: Driver, device: int) -> None:
         return
     parameter = c_int(1)
     pointers = np.array([ctypes.addressof(parameter)], np.uint64)
-    table = np.zeros(1, structs.KERNEL_NODE_PARAMS)
+    row = np.zeros(1, structs.KERNEL_NODE_PARAMS)
     for field in ("grid", "block"):
-        table[field] = 1
-    table["kernel_params"] = pointers.ctypes.data
+        row[field] = 1
+    row["kernel_params"] = pointers.ctypes.data
     with ExitStack() as undo:
-        table["func"] = undo.enter_context(own_kernel(driver, code, KERNEL))
+        row["func"] = undo.enter_context(own_kernel(driver, code, KERNEL))
         graph = driver.create_graph()
         undo.callback(driver.destroy_graph, graph)
-        driver.add_kernel_node(graph, table)
+        driver.add_kernel_node(graph, row)
         driver.destroy_executable(driver.instantiate(graph))

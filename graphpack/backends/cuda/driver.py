@@ -19,12 +19,11 @@ from graphpack.backends.cuda import structs
 from graphpack.backends.cuda.libcuda import NOT_READY, Library
 
 _ADDED_BY = {
-    structs.NODE_KERNEL: ("cuGraphAddKernelNode_v2", True, False),
-    structs.NODE_MEMSET: ("cuGraphAddMemsetNode", True, True),
-    structs.NODE_MEMCPY: ("cuGraphAddMemcpyNode", True, True),
-    structs.NODE_EMPTY: ("cuGraphAddEmptyNode", False, False),
+    structs.NODE_KERNEL: "cuGraphAddKernelNode_v2",
+    structs.NODE_MEMSET: "cuGraphAddMemsetNode",
+    structs.NODE_MEMCPY: "cuGraphAddMemcpyNode",
+    structs.NODE_EMPTY: "cuGraphAddEmptyNode",
 }
-"""By type of node: the function, and whether it takes parameters and a context."""
 
 
 class Driver(Library):
@@ -241,22 +240,28 @@ class Driver(Library):
     def destroy_graph(self, graph: int) -> None:
         self._call("cuGraphDestroy", graph)
 
-    def add_nodes(self, graph: int, types: np.ndarray, params: np.ndarray, context: int) -> np.ndarray:
+    def add_nodes(self, graph: int, types: np.ndarray, rows: np.ndarray, context: int) -> np.ndarray:
         """Nodes of these types, in this order; their handles.
 
-        `types` has `NODE_KERNEL`, `NODE_MEMSET`, `NODE_MEMCPY` or `NODE_EMPTY` for each, and `params` the host address
-        of its row of dtype `KERNEL_NODE_PARAMS`, `MEMSET_NODE_PARAMS` or `MEMCPY_NODE_PARAMS`, uint64.
+        `types` has `NODE_KERNEL`, `NODE_MEMSET`, `NODE_MEMCPY` or `NODE_EMPTY` for each, and `rows` the host address,
+        uint64, of its row of dtype `KERNEL_NODE_PARAMS`, `MEMSET_NODE_PARAMS` or `MEMCPY_NODE_PARAMS`. The caller keeps
+        these rows until this returns.
         """
         nodes = np.zeros(len(types), np.uint64)
-        places, rows = addresses(nodes), params.tolist()
+        places, params = addresses(nodes), rows.tolist()
         # What is the same in every call is made what C takes once.
-        first = [repeat(value) for value in (c_void_p(graph), c_void_p(), c_size_t(0))]
-        last = repeat(c_void_p(context))
+        same = [repeat(value) for value in (c_void_p(graph), c_void_p(), c_size_t(0))]
+        contexts = repeat(c_void_p(context))
         changes = np.flatnonzero(np.diff(types, prepend=-1, append=-1))
         for start, end in pairwise(changes.tolist()):
-            name, has_params, has_context = _ADDED_BY[int(types[start])]
-            more = [rows[start:end]] * has_params + [last] * has_context
-            for status in map(self._function(name), places[start:end], *first, *more):
+            kind = int(types[start])
+            given = [places[start:end], *same]
+            if kind != structs.NODE_EMPTY:
+                given.append(params[start:end])
+            if kind in (structs.NODE_MEMSET, structs.NODE_MEMCPY):
+                given.append(contexts)
+            name = _ADDED_BY[kind]
+            for status in map(self._function(name), *given):
                 if status:
                     self.check(status, name)
         return nodes
