@@ -217,7 +217,8 @@ def _columns(reader: Any, data: memoryview) -> tuple[dict[str, Plain | memoryvie
             value = reader.unpack()
             _check((value,), COUNT_LIMIT, depth=1)
             end = reader.tell() - begin
-            canonical &= data[before:end] == packer.pack(key) + packer.pack(value)
+            canonical &= _same(memoryview(packer.pack(key)), data[before:at])
+            canonical &= _same(memoryview(packer.pack(value)), data[at:end])
         else:
             reader.skip()
             end = reader.tell() - begin
