@@ -20,6 +20,7 @@ _NODE_TYPES[[c.KERNEL, c.MEMSET, c.MEMCPY, c.EMPTY]] = (
     structs.NODE_MEMCPY,
     structs.NODE_EMPTY,
 )
+"""The driver's types of nodes, by the numbers in `kinds`."""
 
 
 def build_graph(
