@@ -217,8 +217,7 @@ def _columns(reader: Any, data: memoryview) -> tuple[dict[str, Plain | memoryvie
             value = reader.unpack()
             _check((value,), COUNT_LIMIT, depth=1)
             end = reader.tell() - begin
-            canonical &= _same(memoryview(packer.pack(key)), data[before:at])
-            canonical &= _same(memoryview(packer.pack(value)), data[at:end])
+            canonical &= _same(memoryview(packer.pack(key) + packer.pack(value)), data[before:end])
         else:
             reader.skip()
             end = reader.tell() - begin
