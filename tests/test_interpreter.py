@@ -97,14 +97,14 @@ def run(code: str) -> list[Any]:
 
 def test_what_the_first_load_made_is_not_looked_through_at_once() -> None:
     code = """
-seen = []
+seen, loads = [], []
 gc.callbacks.append(lambda phase, info: seen.append(info["generation"]))
 for _ in range(2):
     gc.collect(); seen.clear(); kept = []
     with collector_paused(): kept += [Ring() for _ in range(20_000)]
     kept += [Ring() for _ in range(100)]
-    print(["", ","][_], end="[" * (not _) + str(seen))
-print("]")
+    loads.append([*seen])
+print(loads)
 """
     first, second = run(code)
     assert first == []

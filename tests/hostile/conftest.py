@@ -30,7 +30,7 @@ def slowness() -> float:
     started = time.process_time()
     for _ in range(25):
         json.loads(WORK)
-    return min(3.0, max(1.0, (time.process_time() - started) / WORK_SECONDS))
+    return min(2.0, max(1.0, (time.process_time() - started) / WORK_SECONDS))
 
 
 @dataclass(frozen=True)

@@ -450,11 +450,11 @@ class FakeDriver(Driver):
         self.graphs[graph].nodes.append(node)
         return node
 
-    def add_nodes(self, graph: int, types: np.ndarray, params: np.ndarray, context: int) -> np.ndarray:
+    def add_nodes(self, graph: int, types: np.ndarray, rows: np.ndarray, context: int) -> np.ndarray:
         self._enter("add_nodes")
         assert context
         handles = []
-        for kind, address in zip(types.tolist(), params.tolist(), strict=True):
+        for kind, address in zip(types.tolist(), rows.tolist(), strict=True):
             dtype = _PARAMS.get(kind)
             row = np.frombuffer(ctypes.string_at(address, dtype.itemsize), dtype)[0] if dtype else None
             handles.append(self._add(graph, kind, self._launch(row) if kind == structs.NODE_KERNEL else row))
