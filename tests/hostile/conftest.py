@@ -9,7 +9,6 @@ import shutil
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,17 +19,6 @@ import pytest
 GOLDEN = Path(__file__).parents[1] / "archives" / "cpu-1.0"
 SERVER = Path(__file__).parent / "server.py"
 SECONDS = 60
-WORK = json.dumps([[number, str(number)] for number in range(5000)])
-WORK_SECONDS = 0.025
-"""What reading `WORK` 25 times takes of a processor at its best, where a refusal takes a tenth of a second at most."""
-
-
-def slowness() -> float:
-    """How many times as long a processor takes now: whoever works beside it has a part of its clock and its caches."""
-    started = time.process_time()
-    for _ in range(25):
-        json.loads(WORK)
-    return min(2.0, max(1.0, (time.process_time() - started) / WORK_SECONDS))
 
 
 @dataclass(frozen=True)

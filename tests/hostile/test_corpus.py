@@ -13,7 +13,8 @@ from graphpack.errors import NotFoundError
 from tests.conftest import Count
 from tests.hostile import blobs, documents, files
 from tests.hostile.case import Edit, nothing
-from tests.hostile.conftest import Reader, Reading, slowness, snapshot
+from tests.hostile.conftest import Reader, Reading, snapshot
+from tests.processor import slowness
 
 CASES = {**documents.CASES, **files.CASES, **blobs.CASES}
 LOAD = ("load", "--verify")

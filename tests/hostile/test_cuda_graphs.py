@@ -23,7 +23,7 @@ from tests.archive.build import sha256
 from tests.backends.cuda.cubins import cubin
 from tests.backends.cuda.made import REGIONS, small_graph
 from tests.conftest import Count
-from tests.hostile.conftest import slowness
+from tests.processor import slowness
 
 Columns = dict[str, Any]
 GOOD = c.encode(small_graph())
