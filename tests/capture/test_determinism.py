@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -110,9 +111,36 @@ def test_the_generated_code_names_no_number_of_threads(threads: int, tmp_path: P
     step = models_for_tests.Step(Large())
     traced = trace(step.module, step.inputs(Bucket(2, 16), 3), (), frozenset())
     cpu_compile.generate(traced, CPU_ISA["avx2"], tmp_path)
-    source = "".join(path.read_text() for path in tmp_path.rglob("*.cpp"))
-    assert "#pragma omp parallel" in source
-    assert "num_threads(" not in source
+    wrapper, kernels = ((tmp_path / f"step.{part}.cpp").read_text() for part in ("wrapper", "kernel"))
+    assert "#pragma omp parallel" in kernels
+    assert "num_threads(" not in wrapper + kernels
+    assert "#pragma omp" not in wrapper, "the wrapper is not optimized much"
+
+
+def sources_of_a_step(directory: Path, level: str) -> None:
+    (directory / "step.wrapper.cpp").write_text("int kernel(); int answer() { return kernel(); }")
+    (directory / "step.kernel.cpp").write_text("int kernel() { return 42; }")
+    flags = {
+        "cflags": [level, "fPIC", "shared"],
+        "definitions": [],
+        "include_dirs": [],
+        "libraries_dirs": [str(Path(torch.__file__).parent / "lib")],
+    }
+    (directory / "step.wrapper_linker_flags.json").write_text(json.dumps(flags))
+
+
+def test_kernels_are_compiled_as_inductor_wants_them_and_the_wrapper_sooner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noting = tmp_path / "noting"
+    noting.write_text(f'#!/bin/sh\necho "$@" >> "{tmp_path}/commands"\nexec g++ "$@"\n')
+    noting.chmod(0o755)
+    monkeypatch.setenv("CXX", str(noting))
+    sources_of_a_step(tmp_path, "O3")
+    cpu_compile.build(tmp_path, "name.so", Event())
+    commands = (tmp_path / "commands").read_text().splitlines()
+    levels = {source: re.findall(r"-O\S+", line)[-1] for line in commands for source in re.findall(r"\S+\.cpp", line)}
+    assert levels == {"step.wrapper.cpp": "-O1", "step.kernel.cpp": "-O3"}
 
 
 def test_a_folder_with_blanks_compiles_and_the_compiler_leaves_nothing_elsewhere(
@@ -121,14 +149,7 @@ def test_a_folder_with_blanks_compiles_and_the_compiler_leaves_nothing_elsewhere
     monkeypatch.setenv("TMPDIR", str(tmp_path / "not there"))
     directory = tmp_path / "a b é"
     directory.mkdir()
-    (directory / "step.wrapper.cpp").write_text("int answer() { return 42; }")
-    flags = {
-        "cflags": ["O0", "fPIC", "shared"],
-        "definitions": [],
-        "include_dirs": [],
-        "libraries_dirs": [str(Path(torch.__file__).parent / "lib")],
-    }
-    (directory / "step.wrapper_linker_flags.json").write_text(json.dumps(flags))
+    sources_of_a_step(directory, "O0")
     code = cpu_compile.build(directory, "name.so", Event())
     assert code.startswith(b"\x7fELF")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a b é"]

@@ -30,15 +30,23 @@ from graphpack.identity.cpu_isa import CpuIsa
 from graphpack.modes import node_line
 
 GENERATED_NAME = "step"
+_WRAPPER = f"{GENERATED_NAME}.wrapper.cpp"
+_KERNELS = f"{GENERATED_NAME}.kernel.cpp"
+_KERNELS_BEGIN = "#include <torch/csrc/inductor/cpp_prefix.h>"
 _SAFE_PATH = "PYTHONSAFEPATH"
+
+WRAPPER_OPTIMIZATION = "-O1"
+"""Nearly all of g++'s time goes into the wrapper, which computes nothing: its calls are the same at any level. Inductor
+builds it so too, except where others are to build what it writes (`AotCodeCompiler` in torch/_inductor/codecache.py).
+"""
 
 _LAST_ERROR = "static thread_local std::string g_aoti_last_error;"
 """A destructor waiting for the end of a thread keeps the object in memory until then. Calls of one object come one
 at a time, so that a variable for all threads will do."""
 
 
-def generate(step: TracedStep, isa: CpuIsa, directory: Path) -> Path:
-    """Write the C++ of a step into the empty `directory`.
+def generate(step: TracedStep, isa: CpuIsa, directory: Path) -> None:
+    """Write the C++ of a step into the empty `directory`: the kernels, and the wrapper that calls them.
 
     Raises CaptureRefusedError if Inductor cannot lower an operation, naming it, or if there is no compiler.
     """
@@ -71,8 +79,7 @@ def generate(step: TracedStep, isa: CpuIsa, directory: Path) -> Path:
         raise CaptureRefusedError(
             "torch cannot compile the step", [Problem("the model", "", lines[0] if lines else type(error).__name__)]
         ) from error
-    source = directory / f"{GENERATED_NAME}.wrapper.cpp"
-    text = source.read_text()
+    text = (directory / _WRAPPER).read_text()
     calls = re.findall(r"\n[^\n]*aoti_torch_proxy_executor_call_function\([^\n]*", text)
     if calls:
         raise CaptureRefusedError(
@@ -84,8 +91,9 @@ def generate(step: TracedStep, isa: CpuIsa, directory: Path) -> Path:
                 for name in _proxied(directory) or [PROXY_EXECUTOR]
             ],
         )
-    source.write_text(text.replace(_LAST_ERROR, _LAST_ERROR.replace("thread_local ", "")))
-    return source
+    wrapper, begin, kernels = text.partition(_KERNELS_BEGIN)
+    (directory / _WRAPPER).write_text(wrapper.replace(_LAST_ERROR, _LAST_ERROR.replace("thread_local ", "")))
+    (directory / _KERNELS).write_text(begin + kernels)
 
 
 def compiler() -> str:
@@ -145,10 +153,8 @@ def build(directory: Path, name: str, stop: Event) -> bytes:
     flags = json.loads((directory / f"{GENERATED_NAME}.wrapper_linker_flags.json").read_text())
     includes = Path(torch.__file__).parent / "include"
     compile_flags = [f"-{flag}" for flag in flags["cflags"] if flag not in ("shared", "Wall", "pedantic")]
-    command = [
+    compile_command = [
         compiler(),
-        f"{GENERATED_NAME}.wrapper.cpp",
-        *(str(found.relative_to(directory)) for found in directory.rglob("*.weights.o")),
         *(f"-D{definition.strip()}" for definition in flags["definitions"]),
         *(f"-I{path}" for path in flags["include_dirs"]),
         *compile_flags,
@@ -156,6 +162,13 @@ def build(directory: Path, name: str, stop: Event) -> bytes:
         "-fno-gnu-unique",
         f"-ffile-prefix-map={includes}=torch",
         f"-ffile-prefix-map={directory}=.",
+        "-c",
+    ]
+    link_command = [
+        compiler(),
+        "wrapper.o",
+        "kernels.o",
+        *(str(found.relative_to(directory)) for found in directory.rglob("*.weights.o")),
         "-shared",
         "-s",
         f"-Wl,-z,noexecstack,--build-id=none,-soname,{name}",
@@ -165,7 +178,9 @@ def build(directory: Path, name: str, stop: Event) -> bytes:
         "-o",
         "step.so",
     ]
-    _compile(command, directory, stop)
+    _run([*compile_command, WRAPPER_OPTIMIZATION, _WRAPPER, "-o", "wrapper.o"], directory, stop)
+    _run([*compile_command, _KERNELS, "-o", "kernels.o"], directory, stop)
+    _run(link_command, directory, stop)
     code = clear_executable_stack((directory / "step.so").read_bytes())
     problems = check_object(code, os.uname().machine, "the compiled object")
     if problems:
@@ -173,7 +188,7 @@ def build(directory: Path, name: str, stop: Event) -> bytes:
     return code
 
 
-def _compile(command: list[str], directory: Path, stop: Event) -> None:
+def _run(command: list[str], directory: Path, stop: Event) -> None:
     # In a session of its own the compiler and the programs it starts can be ended together; what they leave behind
     # lies in the directory, which goes too.
     environment = {**os.environ, "TMPDIR": str(directory)}
