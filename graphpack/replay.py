@@ -64,7 +64,7 @@ class RestoredModel:
         self._replays: Counter[Bucket] = Counter()
         self._padded_rows = self._fallbacks = 0
         self._lock = threading.Lock()
-        self._closed = self._asleep = False
+        self.closed = self._asleep = False
         self.pool: object = None
         """The pool that alone lets it sleep and wake, if it is in one."""
         self.weights = record.weights
@@ -263,7 +263,7 @@ class RestoredModel:
     @property
     def awake(self) -> bool:
         """Whether it can be used: neither asleep nor closed."""
-        return not (self._asleep or self._closed)
+        return not (self._asleep or self.closed)
 
     def sleep(self, keep: str = "host", *, by: object = None, spare: Spare | None = None) -> None:
         """Give the memory of the device back until `wake`, once a step that runs has ended. Addresses and graphs stay,
@@ -341,9 +341,9 @@ class RestoredModel:
             self._close()
 
     def _close(self) -> None:
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         self._fallback.forget()
         self._prefill.close()
         for _, executable in self._graphs.values():
@@ -395,5 +395,5 @@ class RestoredModel:
             raise UsageError(f"entry '{self.record.entry.name}' sleeps and wakes with its pool alone", [problem])
 
     def _refuse_closed(self) -> None:
-        if self._closed:
+        if self.closed:
             raise ClosedError(f"entry '{self.record.entry.name}' was closed")

@@ -150,6 +150,18 @@ def test_a_model_that_was_closed_takes_nothing(decoder: Path, room: int) -> None
         assert pool.names == ("b",)
 
 
+def test_a_model_that_was_closed_takes_nothing_of_the_host(decoder: Path) -> None:
+    with graphpack.load(decoder) as model:
+        weights = sum(region.bytes for region in model.record.layout.regions if region.kind == "weight")
+    with ModelPool(host_budget=weights) as pool:
+        first = pool.load(decoder, alias="a", keep="host")
+        with pytest.raises(UsageError, match=f"of which others take {weights}"):
+            pool.load(decoder, alias="b", keep="host")
+        first.close()
+        pool.load(decoder, alias="b", keep="host")
+        assert pool.awake == ("b",)
+
+
 def test_slots_are_free_after_sleep(pool: ModelPool) -> None:
     model = pool.switch("mapped")
     assert [model.assign(), model.assign()] == [0, 1]
