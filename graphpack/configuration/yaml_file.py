@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,7 @@ def parse(content: bytes, file: Path) -> Any:
         if not problems:
             loader = yaml.SafeLoader(text)
             node = loader.get_single_node()
-            problems = [*_duplicates(node), *_misread(node)]
+            problems = [problem for part in _nodes(node) for problem in (*_doubled(part), *_misread(part))]
             value = None if node is None or problems else loader.construct_document(node)
     except yaml.YAMLError as error:
         raise UsageError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
@@ -74,48 +75,51 @@ def _unusable(events: Iterator[yaml.Event]) -> Iterator[Problem]:
             yield Problem(_position(event.start_mark), here="a tag", hint=advice)
 
 
-def _duplicates(node: yaml.Node | None) -> Iterator[Problem]:
+def _nodes(node: yaml.Node | None) -> Iterator[yaml.Node]:
+    """A node and all below it, in the order of the file."""
+    import yaml
+
+    if node is not None:
+        yield node
+    if isinstance(node, yaml.CollectionNode):
+        pairs = isinstance(node, yaml.MappingNode)
+        for below in chain.from_iterable(node.value) if pairs else node.value:
+            yield from _nodes(below)
+
+
+def _doubled(node: yaml.Node) -> Iterator[Problem]:
     """Keys given twice, of which YAML would silently keep one."""
     import yaml
 
-    if isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            yield from _duplicates(item)
-    if isinstance(node, yaml.MappingNode):
-        seen: set[Hashable] = set()
-        for key, value in node.value:
-            if isinstance(key.value, str) and key.value in seen:
-                yield Problem(_position(key.start_mark), here=f"{shown(key.value)} is given twice")
-            elif key.tag == "tag:yaml.org,2002:merge":
-                yield Problem(_position(key.start_mark), here="a merge key", hint="write its keys out")
-            elif isinstance(key.value, str):
-                seen.add(key.value)
-            yield from _duplicates(value)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: set[Hashable] = set()
+    for key, _ in node.value:
+        if isinstance(key.value, str) and key.value in seen:
+            yield Problem(_position(key.start_mark), here=f"{shown(key.value)} is given twice")
+        elif key.tag == "tag:yaml.org,2002:merge":
+            yield Problem(_position(key.start_mark), here="a merge key", hint="write its keys out")
+        elif isinstance(key.value, str):
+            seen.add(key.value)
 
 
-def _misread(node: yaml.Node | None) -> Iterator[Problem]:
+def _misread(node: yaml.Node) -> Iterator[Problem]:
     """Numbers that other versions of YAML take for others, or for text, as 010 for 8 or 10; and what looks like a date
     and is none."""
     import yaml
 
-    if isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            yield from _misread(item)
-    if isinstance(node, yaml.MappingNode):
-        for pair in node.value:
-            for item in pair:
-                yield from _misread(item)
-    if isinstance(node, yaml.ScalarNode):
-        advice = ""
-        if node.tag == "tag:yaml.org,2002:int" and _PLAIN_NUMBER.fullmatch(node.value) is None:
-            advice = "write a number in plain digits, such as 16; put text in quotes"
-        if node.tag == "tag:yaml.org,2002:timestamp":
-            try:
-                yaml.constructor.SafeConstructor().construct_yaml_timestamp(node)
-            except ValueError:
-                advice = "no such date; put text in quotes"
-        if advice:
-            yield Problem(_position(node.start_mark), here=shown(node.value), hint=advice)
+    if not isinstance(node, yaml.ScalarNode):
+        return
+    advice = ""
+    if node.tag == "tag:yaml.org,2002:int" and _PLAIN_NUMBER.fullmatch(node.value) is None:
+        advice = "write a number in plain digits, such as 16; put text in quotes"
+    if node.tag == "tag:yaml.org,2002:timestamp":
+        try:
+            yaml.constructor.SafeConstructor().construct_yaml_timestamp(node)
+        except ValueError:
+            advice = "no such date; put text in quotes"
+    if advice:
+        yield Problem(_position(node.start_mark), here=shown(node.value), hint=advice)
 
 
 def _position(mark: Any) -> str:

@@ -121,7 +121,7 @@ def _nodes(report: Report) -> None:
             report.put("memcpy", dict(zip(row.dtype.names, row.tolist(), strict=True)))
         elif kind == structs.NODE_MEMSET:
             report.put("memset", str(cuda.memset_node(node)[0]))
-    sizes = {n: ctypes.sizeof(getattr(structs, n)) for n in ("AllocationProperties", "AttributeValue")}
+    sizes = {"AllocationProperties": ctypes.sizeof(structs.AllocationProperties)}
     tables = {n: getattr(structs, n).itemsize for n in ("KERNEL_NODE_PARAMS", "MEMCPY_NODE_PARAMS")}
     report.put("struct sizes", sizes | tables)
 

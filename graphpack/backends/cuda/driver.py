@@ -327,13 +327,8 @@ class Driver(Library):
 
     def node_attribute(self, node: int, attribute: int) -> bytes | None:
         """The 64 bytes of a kernel node's launch attribute; None for one this driver cannot read."""
-        value = structs.AttributeValue()
-        name = "cuGraphKernelNodeGetAttribute"
-        status = self._function(name)(node, attribute, byref(value))
-        if status == structs.INVALID_VALUE:
-            return None
-        self.check(status, name)
-        return bytes(value)
+        values, unreadable = self.node_attributes([node], [attribute])
+        return None if unreadable else values.tobytes()
 
     def set_node_attributes(self, nodes: Sequence[int], attributes: Sequence[int], values: np.ndarray) -> None:
         """The launch attribute `attributes[i]` of the kernel node `nodes[i]` becomes `values[i]`, uint8 `[n, 64]`."""

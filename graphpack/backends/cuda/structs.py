@@ -6,7 +6,7 @@ Tables that are filled column by column are numpy dtypes with the very layout of
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_int, c_ubyte, c_uint, c_ushort, c_void_p
+from ctypes import c_int, c_ubyte, c_ushort, c_void_p
 
 import numpy as np
 
@@ -76,9 +76,6 @@ class AccessDescription(ctypes.Structure):
 
     _fields_ = (("location", Location), ("flags", c_int))
 
-
-AttributeValue = c_uint * 16
-"""CUlaunchAttributeValue, 64 bytes."""
 
 MEMORY_TYPE_DEVICE = 2
 MEMORY_TYPE_UNIFIED = 4

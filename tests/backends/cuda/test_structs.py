@@ -33,7 +33,6 @@ def test_kernel_node_params() -> None:
 def test_other_structs() -> None:
     assert structs.MEMSET_NODE_PARAMS.itemsize == 40
     assert structs.EDGE_DATA.itemsize == 8
-    assert ctypes.sizeof(structs.AttributeValue) == 64
     assert ctypes.sizeof(structs.AllocationProperties) == 32
     assert structs.AllocationProperties.location.offset == 8
     assert structs.AllocationProperties.compression.offset == 24
