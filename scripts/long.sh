@@ -9,6 +9,8 @@
 #                                       the tests have. About twenty minutes; --short tries a little of each.
 #     bash scripts/long.sh fuzz         five million inputs for what reads bytes from outside. Most of an hour on two
 #                                       cores; docs/benchmarks/fuzzing.md has a result.
+#     bash scripts/long.sh bits         turns every bit of the golden archive's objects, where the tests turn one of each
+#                                       byte. About three minutes on two cores.
 #     bash scripts/long.sh mutants      150 mutants of what decides about an archive, of which the tests have to notice
 #                                       80 %. About ten minutes; docs/benchmarks/mutation-2026-11-30.md has more.
 set -euo pipefail
@@ -20,6 +22,9 @@ if [ "${1:-}" = soak ]; then
 fi
 if [ "${1:-}" = fuzz ]; then
     exec python scripts/fuzz.py all --inputs 5000000 --processes 2
+fi
+if [ "${1:-}" = bits ]; then
+    exec pytest -n 2 tests/matrix/test_damage.py --every-bit
 fi
 if [ "${1:-}" = mutants ]; then
     exec python scripts/mutate.py "$(mktemp -d)/mutants.jsonl" --sample 150

@@ -36,6 +36,10 @@ MEASURED = (
 others it found two lines more, and took up to a third of their time."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-bit", action="store_true", help="of objects, turn every bit and not one of each byte")
+
+
 @contextmanager
 def unmeasured_here() -> Iterator[None]:
     tracing, in_threads = sys.gettrace(), threading.gettrace()

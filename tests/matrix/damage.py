@@ -129,6 +129,14 @@ def every_bit(data: bytearray, span: slice = slice(None)) -> Iterator[int]:
         data[position] = byte
 
 
+def a_bit_of_each_byte(data: bytearray, span: slice = slice(None)) -> Iterator[int]:
+    """The position of each byte, with a bit of it turned: another one than of the byte before."""
+    for position in range(len(data))[span]:
+        data[position] ^= 1 << position % 8
+        yield position
+        data[position] ^= 1 << position % 8
+
+
 class ResumedHash:
     """`hashlib` for one array of bytes in which only the bytes from `position` on may be turned: what stands before is
     hashed once, on the way forward."""

@@ -1,5 +1,5 @@
-"""Damage to the golden archive: no bit of its documents and objects and no byte of the rest can change unnoticed, and
-what is noticed names the file."""
+"""Damage to the golden archive: no bit of its documents and no byte of the rest can change unnoticed, and what is
+noticed names the file. With --every-bit no bit of its objects either."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tests.conftest import Count
 from tests.matrix.conftest import GOLDEN
 from tests.matrix.damage import (
     ResumedHash,
+    a_bit_of_each_byte,
     blob_of,
     check_refused,
     every_bit,
@@ -98,18 +99,27 @@ def text(data: bytearray, copy: Path) -> bool:
 
 
 @pytest.mark.parametrize(("name", "start"), OBJECTS, ids=[f"{name[13:21]}-{start}" for name, start in OBJECTS])
-def test_every_bit_of_an_object(
-    name: str, start: int, copy: Path, record: Record, monkeypatch: pytest.MonkeyPatch, count: Count
+def test_every_byte_of_an_object(
+    name: str,
+    start: int,
+    copy: Path,
+    record: Record,
+    monkeypatch: pytest.MonkeyPatch,
+    pytestconfig: pytest.Config,
+    count: Count,
 ) -> None:
+    turning = every_bit if pytestconfig.getoption("every_bit") else a_bit_of_each_byte
     archive, blob = Archive.open(copy), blob_of(record, name)
     with in_memory(copy, [name], copied=False) as held:
         resumed = ResumedHash(held[name])
         monkeypatch.setattr(reading, "hashlib", resumed)
-        for position in every_bit(held[name], slice(start, start + STEP)):
+        turned = 0
+        for position in turning(held[name], slice(start, start + STEP)):
             resumed.advance(position)
             check_refused(lambda: archive.read_blob(blob), name)
+            turned += 1
         archive.read_blob(blob)
-    count(TURNED, 8 * min(STEP, blob.size - start))
+    count(TURNED, turned)
 
 
 @pytest.mark.parametrize(("name", "start"), OTHERS, ids=[f"{name[13:21]}-{start}" for name, start in OTHERS])
