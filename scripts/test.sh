@@ -18,8 +18,9 @@ step ruff format --check .
 # For most of its time mypy keeps one processor busy, and the first tests are saves, which wait for compilers.
 mypy >"$types" 2>&1 &
 checking=$!
-# Each process begins with a part of its own, so that they seldom wait for the same archive to be saved.
-step pytest -n "${TEST_PROCESSES:-2}" --dist worksteal --cov --cov-report= "$@" | tee "$log"
+# Each process begins with a part of its own, so that they seldom wait for the same archive to be saved. A third one
+# works while two processors would wait for processes that the tests let wait.
+step pytest -n "${TEST_PROCESSES:-3}" --dist worksteal --cov --cov-report= "$@" | tee "$log"
 echo "== mypy"
 wait "$checking" || { cat "$types"; exit 1; }
 cat "$types"
