@@ -74,11 +74,12 @@ class CudaMemory:
         self._staging: HostBuffer | None = None
         self._copy: HostWeights | None = None
         self._keep = ""
-        self._closed = False
+        self._closed = self._settled = False
         driver.set_context(context)
         try:
             self._arena = Arena(driver, device, layout, placement)
             self._undo.callback(self._arena.close)
+            self._undo.callback(self._settle)
             self.addresses = self._arena.addresses
             self.moved = self._arena.moved
             self._undo.callback(self._drop_copy)
@@ -139,9 +140,16 @@ class CudaMemory:
     def ready(self) -> None:
         self._upload.wait()
         self._driver.set_context(self._context)
-        self._driver.synchronize()
+        self._settle()
         if self._relay is not None:
             self._relay.close()
+
+    def _settle(self) -> None:
+        """Wait for what a load or an update has under way. If it fails, nothing else would: neither to destroy a stream
+        nor to unmap memory waits, and a write to memory that is gone breaks the context for all who use it."""
+        if not self._settled:
+            self._driver.synchronize()
+            self._settled = True
 
     def reset_state(self) -> None:
         self._fill("state", 0)
@@ -172,6 +180,7 @@ class CudaMemory:
     def write(self, region: str, values: np.ndarray) -> None:
         self._driver.set_context(self._context)
         if values.nbytes:
+            self._settled = False
             self._driver.copy_to_device(self.addresses[region], int(values.ctypes.data), values.nbytes)
         if self._copy is not None:
             self._copy.fresh = False

@@ -174,11 +174,18 @@ class Library:
 
     def __init__(self) -> None:
         try:
-            self._library, self._keeping_lock = ctypes.CDLL(LIBRARY), ctypes.PyDLL(LIBRARY)
+            self._library: ctypes.CDLL = ctypes.CDLL(LIBRARY)
+            self._keeping_lock: ctypes.CDLL = ctypes.PyDLL(LIBRARY)
         except OSError as error:
             raise no_device(f"{LIBRARY} cannot be loaded: {error}") from error
         self._functions: dict[str, Any] = {}
         self._call("cuInit", 0)
+
+    def expect_callbacks(self) -> None:
+        """Have every call give up Python's lock from now on: once the driver calls Python back, a thread inside it may
+        wait for that lock while one that has it waits for the driver's."""
+        self._keeping_lock = self._library
+        self._functions.clear()
 
     def _function(self, name: str) -> Any:
         """The typed function `name`. Raises EnvironmentMismatchError if this driver has none."""

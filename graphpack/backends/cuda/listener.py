@@ -160,7 +160,7 @@ def listener() -> Listener:
 
     Raises CaptureRefusedError if a profiler is in the way, EnvironmentMismatchError without CUPTI or without a device.
     """
-    driver()  # CUPTI wants an initialised driver.
+    driver().expect_callbacks()
     for path in _candidates():
         try:
             return Listener(ctypes.CDLL(str(path)))

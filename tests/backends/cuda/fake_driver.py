@@ -106,6 +106,8 @@ class FakeDriver(Driver):
         self.nodes: dict[int, Node] = {}
         self.executables: dict[int, Graph] = {}
         self.streams: dict[int, list[Callable[[], None]]] = {}
+        self.orphans: list[Callable[[], None]] = []
+        self.failed_to_wait = False
         self.events: dict[int, int] = {}
         self.retained = 0
         self.fault = 0
@@ -163,6 +165,10 @@ class FakeDriver(Driver):
         self._enter("synchronize")
         for stream in list(self.streams):
             self._drain(stream)
+        with self._lock:
+            orphans, self.orphans = self.orphans, []
+            for work in orphans:
+                work()
 
     # --- streams and events
 
@@ -173,8 +179,10 @@ class FakeDriver(Driver):
         return stream
 
     def destroy_stream(self, stream: int) -> None:
-        self._drain(stream)
-        del self.streams[stream]
+        """Its work goes on, and nothing but `synchronize` waits for it; unless the device has failed."""
+        with self._lock:
+            work = self.streams.pop(stream)
+            self.orphans += [] if self.failed_to_wait else work
 
     def _drain(self, stream: int) -> None:
         with self._lock:
@@ -250,6 +258,7 @@ class FakeDriver(Driver):
         self.mapped[address] = handle
 
     def unmap_memory(self, address: int, size: int) -> None:
+        assert not self.orphans, "memory is unmapped that work may still write to"
         del self.mapped[address]
         self.open.discard(address)
 

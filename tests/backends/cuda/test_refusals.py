@@ -224,12 +224,13 @@ class Counted:
         for name in dir(driver):
             method = getattr(driver, name)
             if callable(method) and not name.startswith("_") and name not in (*NEEDED_TO_GIVE_BACK, *NO_CALLS):
-                patch.setattr(driver, name, self._counting(name, method))
+                patch.setattr(driver, name, self._counting(driver, name, method))
 
-    def _counting(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _counting(self, driver: FakeDriver, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
             self.counts[name] += 1
             if (name, self.counts[name]) == self.failing:
+                driver.failed_to_wait |= name in WAITING
                 raise CudaError(name, 999, "CUDA_ERROR_UNKNOWN")
             return method(*arguments, **options)
 
