@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from graphpack import CaptureRefusedError
+from graphpack import CaptureRefusedError, EnvironmentMismatchError
+from graphpack.backends.cuda import libcuda
 from graphpack.backends.cuda import listener as module
+from graphpack.backends.cuda.libcuda import Library
 from graphpack.backends.cuda.listener import Listener, _ApiData, _ModuleData, _ResourceData
 from tests.backends.cuda.cubins import cubin
 
@@ -181,3 +183,48 @@ def test_a_profiler_in_the_way_is_named(status: int) -> None:
 def test_any_other_failure_is_named_too() -> None:
     with pytest.raises(CaptureRefusedError, match="status 999"):
         Listener(FakeCupti(999))
+
+
+# --- Python's lock
+
+
+def test_who_listens_has_the_driver_give_up_pythons_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that keeps it may wait inside the driver for another thread, which waits for it to call back."""
+    expecting: list[bool] = []
+
+    class Driver:
+        def expect_callbacks(self) -> None:
+            expecting.append(True)
+
+    monkeypatch.setattr(module, "driver", Driver)
+    monkeypatch.setattr(module, "_candidates", lambda: iter(()))
+    with pytest.raises(EnvironmentMismatchError, match="needs CUPTI"):
+        module.listener.__wrapped__()
+    assert expecting == [True]
+
+
+def test_no_call_keeps_pythons_lock_where_callbacks_are_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Function:
+        def __init__(self, library: Loaded) -> None:
+            self.library = library
+
+        def __call__(self, *_: Any) -> int:
+            return 0
+
+    class Loaded:
+        def __init__(self, _: str) -> None:
+            pass
+
+        def __getattr__(self, name: str) -> Function:
+            return Function(self)
+
+    class KeepsLock(Loaded):
+        pass
+
+    monkeypatch.setattr(ctypes, "CDLL", Loaded)
+    monkeypatch.setattr(ctypes, "PyDLL", KeepsLock)
+    library = Library()
+    before = {name for name in libcuda._SIGNATURES if type(library._function(name).library) is KeepsLock}
+    assert {"cuGraphAddKernelNode_v2", "cuMemcpyHtoDAsync_v2"} <= before
+    library.expect_callbacks()
+    assert {type(library._function(name).library) for name in libcuda._SIGNATURES} == {Loaded}
