@@ -20,6 +20,8 @@ import numpy as np
 
 import graphpack
 from graphpack.backends.cuda.driver import Driver, driver
+from graphpack.backends.cuda.libcuda import CudaError
+from graphpack.backends.cuda.structs import OUT_OF_MEMORY
 from graphpack.errors import GraphpackError
 from graphpack.models.presets import make_checkpoint
 from tests.archive.build import read_record, reseal
@@ -77,12 +79,18 @@ def taken_base(archive: Path, _: Path) -> Iterator[None]:
 
 @contextmanager
 def no_room(archive: Path, _: Path) -> Iterator[None]:
-    """All of the device's memory but less than the archive's regions take."""
+    """All of the device's memory but less than the archive's regions take, or all that the driver gives: of what it
+    counts as free, some may be in places that are too small."""
     cuda, left = driver(), read_record(archive)["layout"]["bytes"] // 2
     with ExitStack() as held:
         for size in (1 << 30, PART):
             while free(cuda) > left + size:
-                handle = cuda.create_memory(size, cuda.device(0))
+                try:
+                    handle = cuda.create_memory(size, cuda.device(0))
+                except CudaError as error:
+                    if error.status != OUT_OF_MEMORY:
+                        raise
+                    break
                 held.callback(cuda.release_memory, handle)
         yield
 
@@ -129,8 +137,9 @@ def main() -> None:
     with graphpack.load(good, weights=weights) as serving:
         wanted = logits(serving)
         cuda.set_context(cuda.retain_context(cuda.device(0)))
-        with graphpack.load(good, weights=weights):
-            pass
+        for _ in range(2):  # the driver keeps what it made for the first use of each kernel
+            with graphpack.load(good, weights=weights, verify=True) as again:
+                logits(again)
         before = free(cuda)
         for name in CASES:
             archive, checkpoint = (
