@@ -79,9 +79,9 @@ def taken_base(archive: Path, _: Path) -> Iterator[None]:
 
 @contextmanager
 def no_room(archive: Path, _: Path) -> Iterator[None]:
-    """All of the device's memory but less than the archive's regions take, or all that the driver gives: of what it
+    """All of the device's memory but half of what the archive's regions take, or all that the driver gives: of what it
     counts as free, some may be in places that are too small."""
-    cuda, left = driver(), read_record(archive)["layout"]["bytes"] // 2
+    cuda, left = driver(), sum(region["bytes"] for region in read_record(archive)["layout"]["regions"]) // 2
     with ExitStack() as held:
         for size in (1 << 30, PART):
             while free(cuda) > left + size:
