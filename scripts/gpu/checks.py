@@ -102,6 +102,17 @@ identical = all(bool((values == expected).all()) for values in (one, two, again)
 print(json.dumps({"moved": moved, "refused": refused, "identical": identical}))
 """
 
+LISTENING = """
+import json, sys, graphpack
+from graphpack.backends.cuda.listener import listener
+listener()
+identical = []
+for turn in range(5):
+    with graphpack.load(sys.argv[1], verify=True) as model:
+        identical += [bucket.bit_identical for bucket in model.result.verified]
+print(json.dumps(identical))
+"""
+
 
 def checks(report: Report) -> None:
     if "engine" not in sys.argv[1:]:
@@ -137,6 +148,9 @@ def _check_archives(report: Report) -> None:
         expect(answer["identical"] and answer["moved"] == [False, True], str(answer))
     with report.check("what does not fit is refused, and the process serves on"):
         _refusals(report, archive)
+    with report.check("loads in a process that has a recorder"):
+        answer = child(LISTENING, str(archive), timeout=60)
+        expect(bool(answer) and all(answer), str(answer))
     with report.check("load and close twenty times"):
         answer = child(CYCLES, str(archive), timeout=180)
         report.put("cycles", answer)
