@@ -35,7 +35,7 @@ _KERNELS = f"{GENERATED_NAME}.kernel.cpp"
 _KERNELS_BEGIN = "#include <torch/csrc/inductor/cpp_prefix.h>"
 _SAFE_PATH = "PYTHONSAFEPATH"
 
-WRAPPER_OPTIMIZATION = "-O1"
+_WRAPPER_LEVEL = "-O1"
 """Nearly all of g++'s time goes into the wrapper, which computes nothing: its calls are the same at any level. Inductor
 builds it so too, except where others are to build what it writes (`AotCodeCompiler` in torch/_inductor/codecache.py).
 """
@@ -178,7 +178,7 @@ def build(directory: Path, name: str, stop: Event) -> bytes:
         "-o",
         "step.so",
     ]
-    _run([*compile_command, WRAPPER_OPTIMIZATION, _WRAPPER, "-o", "wrapper.o"], directory, stop)
+    _run([*compile_command, _WRAPPER_LEVEL, _WRAPPER, "-o", "wrapper.o"], directory, stop)
     _run([*compile_command, _KERNELS, "-o", "kernels.o"], directory, stop)
     _run(link_command, directory, stop)
     code = clear_executable_stack((directory / "step.so").read_bytes())

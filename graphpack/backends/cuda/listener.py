@@ -160,7 +160,7 @@ def listener() -> Listener:
 
     Raises CaptureRefusedError if a profiler is in the way, EnvironmentMismatchError without CUPTI or without a device.
     """
-    driver().expect_callbacks()
+    driver().expect_callbacks()  # CUPTI wants an initialised driver, too.
     for path in _candidates():
         try:
             return Listener(ctypes.CDLL(str(path)))
