@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO
 
 from graphpack import process
@@ -106,10 +107,8 @@ def _invoke(arguments: Sequence[str]) -> Answer | int:
     from graphpack.cli.completion import COMPLETION_VARIABLE
 
     instruction = os.environ.get(COMPLETION_VARIABLE)
-    if instruction is not None:
-        from click.shell_completion import shell_complete
-
-        return shell_complete(cli, {}, "graphpack", COMPLETION_VARIABLE, instruction)
+    if instruction:
+        return _complete(instruction)
     try:
         with cli.make_context("graphpack", list(arguments)) as context:
             answer: Answer = cli.invoke(context)
@@ -122,6 +121,25 @@ def _invoke(arguments: Sequence[str]) -> Answer | int:
         return error.exit_code
     except click.ClickException as error:
         raise _usage(error) from error
+
+
+def _complete(instruction: str) -> int:
+    """What the script that `graphpack completion` prints has asked for, in variables of its own."""
+    from click.shell_completion import shell_complete
+
+    from graphpack.cli import cli
+    from graphpack.cli.completion import COMPLETION_VARIABLE
+
+    try:
+        done = shell_complete(cli, {}, "graphpack", COMPLETION_VARIABLE, instruction) == 0
+    except (KeyError, ValueError):  # variables that a shell sets are not there, or are no numbers
+        done = False
+    if not done:
+        hint = "only the script that `graphpack completion` prints sets it, with others beside it"
+        raise UsageError(
+            "no shell asks for completion like this", [Problem(COMPLETION_VARIABLE, "", instruction, hint)]
+        )
+    return 0
 
 
 def _usage(error: click.ClickException) -> UsageError:
@@ -172,7 +190,8 @@ def _fail(error: GraphpackError, forms: _Forms, *, answered: bool = False) -> in
     except OSError as failure:
         process.abandon_stdout()
         if not isinstance(failure, BrokenPipeError) and not forms.log:
-            _print(report.of_error(error), sys.stderr)
+            with suppress(OSError):  # where standard error cannot be written either, the exit status says it
+                _print(report.of_error(error), sys.stderr)
     return error.code
 
 

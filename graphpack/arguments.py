@@ -41,17 +41,31 @@ def _is_path(value: Any) -> bool:
     return _is_text(value) or (isinstance(value, os.PathLike) and _is_text(os.fspath(value)))
 
 
+def plain(value: Any) -> Any:
+    """Python's own whole number for one of numpy; all else as it is."""
+    number = whole(value)
+    return value if number is None else number
+
+
 def _many(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
     """A single text is none of many texts, though it could be read letter by letter."""
-    return lambda value: (
-        isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping) and all(map(fits, value))
-    )
+
+    def fit(value: Any) -> bool:
+        if not isinstance(value, Collection) or isinstance(value, str | bytes | Mapping):
+            return False
+        try:
+            return all(map(fits, value))
+        except TypeError:  # an array without dimensions says that it can be iterated over
+            return False
+
+    return fit
 
 
 def _is_number(value: Any) -> bool:
     return type(value) is not bool and isinstance(value, Real) and math.isfinite(value)
 
 
+TRUTH = Kind("True or False", lambda value: isinstance(value, bool))
 TEXT = Kind("a text", _is_text)
 PATH = Kind("a path", _is_path)
 TEXTS = Kind("a list of texts", _many(_is_text))

@@ -82,7 +82,11 @@ def _read_keys(paths: Sequence[Path]) -> list[PublicKey]:
 
 
 def _environment() -> Place:
-    keys = tuple(Path(name) for name in os.environ.get(KEYS_VARIABLE, "").split(os.pathsep) if name)
+    named = os.environ.get(KEYS_VARIABLE, "")
+    keys = tuple(Path(name) for name in named.split(os.pathsep) if name)
+    if named and not keys:
+        # Two variables that were to be there and are not: who wanted keys gets no archive without.
+        raise UsageError(f"{KEYS_VARIABLE} is {shown(named)}, and names no key")
     value = os.environ.get(REQUIRE_VARIABLE, "")
     if value.lower() not in _TRUTH:
         raise UsageError(f"{REQUIRE_VARIABLE} is {shown(value)}, and has to be 1 or 0")

@@ -205,6 +205,16 @@ def test_an_environment_that_says_neither_yes_nor_no(value: str, monkeypatch: py
         find_policy()
 
 
+@pytest.mark.parametrize("value", [":", "::"])
+def test_a_list_of_keys_that_names_none_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would let everything in, where somebody put together two variables that are not set."""
+    monkeypatch.setenv(KEYS_VARIABLE, value)
+    with pytest.raises(UsageError, match="names no key"):
+        find_policy()
+    monkeypatch.setenv(KEYS_VARIABLE, "")
+    assert find_policy().keys == ()
+
+
 def test_keys_that_are_not_there(user: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     missing = tmp_path / "missing.pub"
     with pytest.raises(NotFoundError):

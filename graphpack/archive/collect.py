@@ -63,7 +63,8 @@ def _collect(archive: Archive, now: int, age: int, *, dry_run: bool) -> Collecte
     gone = [
         name
         for name, status in unused.items()
-        if status.st_mtime_ns <= now - age and status.st_mtime_ns < min(saves, default=now + 1)
+        # Times may lie in the future: asked for all that nothing uses, one looks at none of them.
+        if (not age or status.st_mtime_ns <= now - age) and (not saves or status.st_mtime_ns < min(saves))
     ]
     if not dry_run:
         with storage_errors("remove files from", archive.path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from graphpack import AnyPath
 from graphpack.arguments import (
@@ -14,6 +14,7 @@ from graphpack.arguments import (
     PATHS,
     TEXT,
     TEXTS,
+    TRUTH,
     check_arguments,
     device_problems,
     optional,
@@ -62,10 +63,13 @@ class LoadRequest:
         *,
         weights: AnyPath | None = None,
         device: str | None = None,
+        verify: bool = False,
         allow: Collection[str] = (),
+        copy_weights: bool = False,
+        lazy_graphs: bool = False,
         trusted_keys: Collection[AnyPath] = (),
+        require_signature: bool = False,
         bind: Mapping[str, int] | None = None,
-        **others: Any,
     ) -> Self:
         """What `graphpack.load` is asked to do. Raises UsageError."""
         check_arguments(
@@ -73,8 +77,12 @@ class LoadRequest:
             name=(name, optional(TEXT)),
             weights=(weights, optional(PATH)),
             device=(device, optional(TEXT)),
+            verify=(verify, TRUTH),
             allow=(allow, TEXTS),
+            copy_weights=(copy_weights, TRUTH),
+            lazy_graphs=(lazy_graphs, TRUTH),
             trusted_keys=(trusted_keys, PATHS),
+            require_signature=(require_signature, TRUTH),
             bind=(bind, optional(ADDRESSES)),
         )
         return cls(
@@ -82,10 +90,13 @@ class LoadRequest:
             names=() if name is None else (name,),
             weights={} if weights is None else {None: Path(weights)},
             device=device,
+            verify=verify,
             allow=frozenset(allow),
+            copy_weights=copy_weights,
+            lazy_graphs=lazy_graphs,
             trusted_keys=tuple(Path(key) for key in trusted_keys),
+            require_signature=require_signature,
             bind=bind or {},
-            **others,
         )
 
     def __post_init__(self) -> None:

@@ -181,6 +181,15 @@ def test_only_what_no_document_names_is_collected(two: Path) -> None:
             Archive.open(two).read_blob(blob)
 
 
+def test_what_is_of_the_future_is_collected_when_all_is(two: Path) -> None:
+    make_archive(two, make_record(informational={"time": "later"}))
+    age(two, -7200)
+    found = collect(two, older_than=0)
+    assert len(found.blobs) == 2
+    assert found.kept == ()
+    assert {path.name for path in blobs(two)} == named_blobs(two)
+
+
 def test_a_dry_run_says_what_would_go_and_writes_nothing(two: Path) -> None:
     make_archive(two, make_record(informational={"time": "later"}))
     (two / ".tmp-1-00").write_bytes(b"left")

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
 
 import graphpack
-from graphpack import CaptureRefusedError, StorageError, UsageError
+from graphpack import CaptureRefusedError, GraphpackError, StorageError, UsageError
+from graphpack.backends.cpu import compile as cpu_compile
 from graphpack.backends.cpu import export
 from graphpack.graph import Bucket, TensorSpec
 from tests import models_for_tests
@@ -193,3 +198,38 @@ def test_control_flow_is_refused_by_name() -> None:
     (problem,) = refusal.value.problems
     assert problem.where.startswith(f"{Path(__file__)}:")
     assert (problem.here, problem.hint) == ("cond is control flow", "a graph holds one fixed sequence")
+
+
+# --- No room
+
+
+def test_no_room_for_temporary_files_is_no_fault_of_the_model(
+    save_normed: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor raises an error of its own, whatever the system said."""
+
+    def refuse(*_: object, **__: object) -> None:
+        try:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise RuntimeError(f"OSError: {error}") from None
+
+    monkeypatch.setattr(torch._inductor, "aot_compile", refuse)
+    with pytest.raises(StorageError, match="no room for temporary files: No space left on device") as caught:
+        save_normed()
+    assert caught.value.problems[0].where == tempfile.gettempdir()
+    assert not (tmp_path / "archive").exists()
+
+
+def test_a_compiler_without_room_is_no_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = tmp_path / "full"
+    full.write_text("#!/bin/sh\necho 'fatal error: error writing to /tmp/x.s: No space left on device' >&2\nexit 1\n")
+    full.chmod(0o755)
+    monkeypatch.setenv("CXX", str(full))
+    flags: dict[str, list[str]] = {"cflags": [], "definitions": [], "include_dirs": [], "libraries_dirs": []}
+    (tmp_path / "step.wrapper_linker_flags.json").write_text(json.dumps(flags))
+    with pytest.raises(StorageError, match="no room for the compiler's files"):
+        cpu_compile.build(tmp_path, "name.so", Event())
+    full.write_text("#!/bin/sh\necho 'error: something else' >&2\nexit 1\n")
+    with pytest.raises(GraphpackError, match="something else"):
+        cpu_compile.build(tmp_path, "name.so", Event())

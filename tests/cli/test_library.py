@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import graphpack
@@ -36,6 +38,48 @@ def test_save_refuses_every_bad_setting_at_once() -> None:
         graphpack.save("m", "a", name="-", device="gpu", batch_sizes=(0,), seq_lens=(), dtype="int8", cpu_isa="sse")
     where = [problem.where for problem in caught.value.problems]
     assert where == ["batch-sizes", "seq-lens", "device", "name", "dtype", "cpu-isa"]
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers(fake: Fake) -> None:
+    seen: list[SaveRequest] = []
+    fake("capture", fakes.module(save=fakes.saving(fakes.SAVED, seen)))
+    given: dict[str, Any] = {"batch_sizes": np.array([4, 1, 4]), "seq_lens": (np.int64(64),), "slots": np.int64(5)}
+    graphpack.save("model", "archive", **given)
+    assert seen == [SaveRequest(model="model", archive=Path("archive"), batch_sizes=(1, 4), seq_lens=(64,), slots=5)]
+    assert {type(number) for number in (*seen[0].batch_sizes, *seen[0].seq_lens, seen[0].slots)} == {int}
+
+
+OTHER_THAN_TRUTH: tuple[Any, ...] = (None, "no", 1, np.array([True, False]), np.array(1))
+
+
+@pytest.mark.parametrize("value", OTHER_THAN_TRUTH, ids=repr)
+def test_what_is_no_truth_value_is_refused(value: Any, tmp_path: Path) -> None:
+    for call, paths, names in (
+        (graphpack.save, ("tiny-llama", tmp_path), ("replace", "compile")),
+        (graphpack.load, (tmp_path,), ("verify", "copy_weights", "lazy_graphs", "require_signature")),
+    ):
+        made: Any = call
+        for name in names:
+            with pytest.raises(graphpack.UsageError) as caught:
+                made(*paths, **{name: value})
+            (problem,) = caught.value.problems
+            assert (problem.where, problem.hint) == (name, "give True or False")
+
+
+def test_an_array_without_dimensions_is_no_list() -> None:
+    one: Any = np.array(1)
+    with pytest.raises(graphpack.UsageError) as caught:
+        graphpack.load("archive", allow=one, trusted_keys=one)
+    assert [problem.where for problem in caught.value.problems] == ["allow", "trusted_keys"]
+    with pytest.raises(graphpack.UsageError, match="batch_sizes"):
+        graphpack.save("m", "a", batch_sizes=one)
+
+
+@pytest.mark.parametrize("name", ["config", "complete", "names", "scatter", "foo"])
+def test_a_pool_takes_what_a_load_takes(name: str) -> None:
+    options: Any = {name: True}
+    with graphpack.ModelPool() as pool, pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+        pool.load("archive", **options)
 
 
 def test_load(fake: Fake) -> None:

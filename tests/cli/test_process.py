@@ -120,6 +120,14 @@ def test_a_full_disk_under_standard_output(tmp_path: Path, output_format: str) -
     assert (result.returncode, result.stderr) == (12, "error: No space left on device\n")
 
 
+@pytest.mark.parametrize(("arguments", "code"), [(("inspect", "nothing"), 3), (("save", "m", "a", "--nothing"), 2)])
+def test_a_full_disk_under_standard_error(tmp_path: Path, arguments: tuple[str, ...], code: int) -> None:
+    command = [sys.executable, "-m", "graphpack", *arguments]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=full)
+    assert (result.returncode, result.stdout) == (code, b"")
+
+
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
 def test_closed_standard_streams(tmp_path: Path, closed: str) -> None:
     command = f"{sys.executable} -m graphpack models make tiny-llama made {closed}"
@@ -150,3 +158,34 @@ def test_shell_completion_answers(program: Run, monkeypatch: pytest.MonkeyPatch)
     }.items():
         monkeypatch.setenv(name, value)
     assert program().out == "plain,inspect\n"
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"_GRAPHPACK_COMPLETE": "x"},
+        {"_GRAPHPACK_COMPLETE": "bash_complete"},
+        {"_GRAPHPACK_COMPLETE": "bash_complete", "COMP_WORDS": "graphpack in", "COMP_CWORD": "one"},
+        {"_GRAPHPACK_COMPLETE": "bash_nothing"},
+    ],
+    ids=lambda variables: ",".join(variables.values()),
+)
+def test_completion_that_no_shell_asks_for(
+    variables: dict[str, str], program: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("COMP_WORDS", "COMP_CWORD"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    outcome = program("--version")
+    assert outcome.code == 2
+    assert outcome.err.splitlines()[:2] == [
+        "error: no shell asks for completion like this (1 problem)",
+        f"  _GRAPHPACK_COMPLETE  here {variables['_GRAPHPACK_COMPLETE']}",
+    ]
+
+
+def test_an_empty_variable_asks_for_no_completion(program: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_GRAPHPACK_COMPLETE", "")
+    outcome = program("--version")
+    assert (outcome.code, outcome.out.split()[0]) == (0, "graphpack")

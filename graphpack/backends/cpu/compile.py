@@ -6,12 +6,14 @@ the builder's paths out of the object, lets the loader unload it, and needs no p
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +27,7 @@ from graphpack.backends.cpu.export import TracedStep
 from graphpack.backends.cpu.policy import PROXY_EXECUTOR, check_object
 from graphpack.backends.inductor_cache import check_inductor_cache
 from graphpack.elf import clear_executable_stack, parse
-from graphpack.errors import CaptureRefusedError, GraphpackError, Problem
+from graphpack.errors import CaptureRefusedError, GraphpackError, Problem, StorageError
 from graphpack.identity.cpu_isa import CpuIsa
 from graphpack.modes import node_line
 
@@ -34,6 +36,7 @@ _WRAPPER = f"{GENERATED_NAME}.wrapper.cpp"
 _KERNELS = f"{GENERATED_NAME}.kernel.cpp"
 _KERNELS_BEGIN = "#include <torch/csrc/inductor/cpp_prefix.h>"
 _SAFE_PATH = "PYTHONSAFEPATH"
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _WRAPPER_LEVEL = "-O1"
 """Nearly all of g++'s time goes into the wrapper, which computes nothing: its calls are the same at any level. Inductor
@@ -48,7 +51,8 @@ at a time, so that a variable for all threads will do."""
 def generate(step: TracedStep, isa: CpuIsa, directory: Path) -> None:
     """Write the C++ of a step into the empty `directory`: the kernels, and the wrapper that calls them.
 
-    Raises CaptureRefusedError if Inductor cannot lower an operation, naming it, or if there is no compiler.
+    Raises CaptureRefusedError if Inductor cannot lower an operation, naming it, or if there is no compiler, and
+    StorageError if there is no room for it.
     """
     compiler()
     check_inductor_cache()
@@ -75,6 +79,9 @@ def generate(step: TracedStep, isa: CpuIsa, directory: Path) -> None:
             options["aot_inductor.output_path"] = f"{path}/"
             torch._inductor.aot_compile(step.program.module(), step.inputs, options=options)
     except Exception as error:
+        full = _no_room(error)
+        if full is not None:
+            raise StorageError(f"no room for temporary files: {full.strerror}", _room_problems()) from error
         lines = [line for line in str(error).splitlines() if line.strip()]
         raise CaptureRefusedError(
             "torch cannot compile the step", [Problem("the model", "", lines[0] if lines else type(error).__name__)]
@@ -94,6 +101,19 @@ def generate(step: TracedStep, isa: CpuIsa, directory: Path) -> None:
     wrapper, begin, kernels = text.partition(_KERNELS_BEGIN)
     (directory / _WRAPPER).write_text(wrapper.replace(_LAST_ERROR, _LAST_ERROR.replace("thread_local ", "")))
     (directory / _KERNELS).write_text(begin + kernels)
+
+
+def _no_room(error: BaseException | None) -> OSError | None:
+    """What the system refused, of all that led to an error: Inductor raises one of its own for it."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _room_problems() -> list[Problem]:
+    return [Problem(tempfile.gettempdir(), hint="make room there, or set TMPDIR to another directory")]
 
 
 def compiler() -> str:
@@ -148,7 +168,8 @@ def _operation(node: torch.fx.Node) -> str:
 def build(directory: Path, name: str, stop: Event) -> bytes:
     """Compile and link what `generate` wrote into an object of this SONAME; its bytes, executable-stack flag cleared.
 
-    Raises CaptureRefusedError if there is no compiler, GraphpackError if it fails or `stop` is set before it is done.
+    Raises CaptureRefusedError if there is no compiler, StorageError if it has no room for its files, and GraphpackError
+    if it fails or `stop` is set before it is done.
     """
     flags = json.loads((directory / f"{GENERATED_NAME}.wrapper_linker_flags.json").read_text())
     includes = Path(torch.__file__).parent / "include"
@@ -191,7 +212,7 @@ def build(directory: Path, name: str, stop: Event) -> bytes:
 def _run(command: list[str], directory: Path, stop: Event) -> None:
     # In a session of its own the compiler and the programs it starts can be ended together; what they leave behind
     # lies in the directory, which goes too.
-    environment = {**os.environ, "TMPDIR": str(directory)}
+    environment = {**os.environ, "TMPDIR": str(directory), "LC_ALL": "C"}
     process = subprocess.Popen(
         command, cwd=directory, env=environment, start_new_session=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
@@ -205,6 +226,8 @@ def _run(command: list[str], directory: Path, stop: Event) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
                 raise GraphpackError("the save was stopped") from None
+    if process.returncode and any(os.strerror(number) in said for number in _NO_ROOM):
+        raise StorageError("no room for the compiler's files", _room_problems())
     if process.returncode:
         raise GraphpackError(f"{command[0]} failed on generated code:\n{said[-4000:]}")
 
