@@ -29,12 +29,12 @@ REFUSED_BY_SYSTEM = {
 
 
 class _StoppedError(GraphpackError):
-    """A signal as an error: 130 for SIGINT, 143 for SIGTERM."""
+    """A signal as an error: 130 for SIGINT, 143 for the others."""
 
     def __init__(self, number: int) -> None:
         name = signal.Signals(number).name
         super().__init__(f"stopped by {name}; nothing is left half-written")
-        self.code = 128 + number
+        self.code = 128 + (number if number == signal.SIGINT else signal.SIGTERM)
         self.kind = "interrupted" if number == signal.SIGINT else "terminated"
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from graphpack.errors import GraphpackError
 
 STDOUT, STDERR = 1, 2
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 FAREWELL: list[Callable[[GraphpackError], None]] = []
 """How a command ends at once, with an error, where its main thread cannot: it waits for a device that waits for ever.
@@ -39,12 +40,14 @@ class Interrupted(BaseException):
 
 
 def prepare() -> None:
-    """Make the standard streams usable whatever the caller closed, and turn SIGINT and SIGTERM into `Interrupted`."""
+    """Make the standard streams usable whatever the caller closed, and turn signals that end a process into
+    `Interrupted`; not SIGHUP where it is ignored, as nohup has it."""
     _open_missing_descriptors()
     sys.stdout = _text_stream(sys.stdout, STDOUT)
     sys.stderr = _text_stream(sys.stderr, STDERR)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt)
+    for number in _STOPPING:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _interrupt)
     if not sys.warnoptions:  # warnings are for those who write code; `python -W default -m graphpack` shows them
         warnings.simplefilter("ignore")
 
@@ -52,7 +55,7 @@ def prepare() -> None:
 def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
     # Shells, `timeout` and containers often send a signal to the process and again to its group: the second one must
     # not stop the cleaning up that the first one began. SIGQUIT still ends the process at once.
-    for other in (signal.SIGINT, signal.SIGTERM):
+    for other in _STOPPING:
         signal.signal(other, signal.SIG_IGN)
     raise Interrupted(number)
 

@@ -172,3 +172,16 @@ def test_a_torch_library_that_lacks_the_interface_is_refused(tmp_path: Path, mon
     with pytest.raises(EnvironmentMismatchError) as refusal:
         TorchLibrary(tmp_path)
     assert "aoti_torch_create_tensor_from_blob" in refusal.value.problems[0].here
+
+
+@pytest.mark.parametrize("command", ["load", "save"])
+def test_a_working_directory_that_is_gone_is_refused(command: str, normed: Path, tmp_path: Path) -> None:
+    """In one, torch's matrix products end the process with a status and words of their own."""
+    arguments = {"load": [normed, "--weights", normed.parent / "weights"], "save": ["tiny-llama", tmp_path / "archive"]}
+    program = [sys.executable, "-m", "graphpack", command, *map(str, arguments[command])]
+    script = 'mkdir gone; cd gone; rmdir ../gone; exec "$@"'
+    done = subprocess.run(
+        ["sh", "-c", script, "sh", *program], cwd=tmp_path, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 12, done.stderr
+    assert "torch cannot compute in a directory that is gone" in done.stderr

@@ -77,7 +77,7 @@ def test_last_words_are_the_answer_in_the_midst_of_a_command(just_put_back: bool
     assert (result.returncode, result.stdout, result.stderr) == (3, "last words\n", "stray\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("output_format", ["human", "json"])
 def test_signals_clean_up(tmp_path: Path, number: signal.Signals, times: int, output_format: str) -> None:
@@ -87,7 +87,7 @@ def test_signals_clean_up(tmp_path: Path, number: signal.Signals, times: int, ou
     for _ in range(times):
         process.send_signal(number)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + number
+    assert process.returncode == (130 if number == signal.SIGINT else 143)
     assert (tmp_path / "cleaned").exists()
     assert "Traceback" not in err
     if output_format == "json":
@@ -95,6 +95,19 @@ def test_signals_clean_up(tmp_path: Path, number: signal.Signals, times: int, ou
         assert json.loads(out)["error"]["kind"] == kind
     else:
         assert f"error: stopped by {number.name}" in err
+
+
+def test_what_nohup_started_outlives_its_terminal() -> None:
+    code = (
+        "import signal\n"
+        "from graphpack import process\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "process.prepare()\n"
+        "signal.raise_signal(signal.SIGHUP)\n"
+        "print('goes on')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=False)
+    assert (done.returncode, done.stdout) == (0, "goes on\n")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from graphpack.archive.record import Environment, Settings, Weights
 from graphpack.backends.capturing import Captured, CapturedEntry, CapturedGraph, CapturedPieces
 from graphpack.errors import EnvironmentMismatchError, Problem, UsageError
 from graphpack.graph import Bucket
+from graphpack.home import require_working_directory
 from graphpack.identity.cpu_isa import CPU_ISA, CpuIsa, best_isa
 from graphpack.identity.environment import Host, read_host
 from graphpack.identity.layout import make_layout
@@ -36,6 +37,7 @@ class CpuCapturing:
     """See `graphpack.backends.Capturing`."""
 
     def __init__(self, cpu_isa: str | None) -> None:
+        require_working_directory()
         self._host = read_host()
         self._isa = _choose_isa(cpu_isa, self._host)
         self.cpu_isa: str | None = self._isa.name

@@ -20,6 +20,7 @@ from graphpack.backends.cpu.stitched import StitchedGraph
 from graphpack.dtypes import DTYPES
 from graphpack.errors import CorruptArchiveError, EnvironmentMismatchError, Problem, UsageError
 from graphpack.graph import Bucket, Region, row_major_strides
+from graphpack.home import require_working_directory
 from graphpack.identity.cpu_isa import CPU_ISA
 from graphpack.identity.digests import piecewise_digest, settings_digest
 from graphpack.identity.environment import torch_library_directory
@@ -144,8 +145,9 @@ class CpuSession:
 def loaded_torch() -> TorchLibrary:
     """libtorch_cpu of the installed torch, opened once a process.
 
-    Raises EnvironmentMismatchError if torch is not installed.
+    Raises EnvironmentMismatchError if torch is not installed, StorageError where it could not run.
     """
+    require_working_directory()
     directory: Path | None = torch_library_directory()
     if directory is None:
         raise EnvironmentMismatchError(
