@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 
 class RestoredModel:
-    """Graphs of one entry, ready to replay. A context manager; one call at a time, others wait.
+    """Graphs of one entry, ready to replay. A context manager; one call at a time, others wait. It is for the process
+    that restored it: torch's threads and CUDA do not outlive `os.fork`, so fork before the first load, or spawn.
 
     `result` says what was restored and what was proven about it; `checkpoint` is the directory of the weights, or None.
     """
