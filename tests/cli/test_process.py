@@ -43,7 +43,9 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     """The program with a `load` that prints to standard output, says it is ready, and with --verify waits."""
     script = folder / "busy.py"
     script.write_text(textwrap.dedent(BUSY))
-    command = [sys.executable, str(script), "load", "archive", *arguments]
+    # Whoever runs the tests with nohup has SIGHUP ignored, which a program inherits.
+    heard = ["env", "--default-signal=HUP"]
+    command = [*heard, sys.executable, str(script), "load", "archive", *arguments]
     return subprocess.Popen(
         command, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
