@@ -113,7 +113,7 @@ def save(
     from pathlib import Path
 
     from graphpack import capture
-    from graphpack.arguments import NUMBERS, PATH, TEXT, TEXTS, TRUTH, check_arguments, optional, plain
+    from graphpack.arguments import NUMBERS, PATH, TEXT, TEXTS, TRUTH, check_arguments, each_once, optional, plain
     from graphpack.results.observer import SilentObserver
     from graphpack.results.save import SaveRequest
     from graphpack.split_operations import DEFAULT_SPLIT
@@ -137,15 +137,15 @@ def save(
         archive=Path(archive),
         name=name,
         device=device,
-        batch_sizes=tuple(sorted(set(map(plain, batch_sizes)))),
-        seq_lens=tuple(sorted(set(map(plain, seq_lens)))),
+        batch_sizes=each_once(batch_sizes),
+        seq_lens=each_once(seq_lens),
         slots=plain(slots),
         dtype=dtype,
         replace=replace,
         cpu_isa=cpu_isa,
         compile=compile,
         mode=mode,
-        token_counts=TOKEN_COUNTS if token_counts is None else tuple(sorted(set(map(plain, token_counts)))),
+        token_counts=TOKEN_COUNTS if token_counts is None else each_once(token_counts),
         split_operations=DEFAULT_SPLIT if split_operations is None else tuple(sorted(set(split_operations))),
     )
     return capture.save(request, SilentObserver())

@@ -34,8 +34,7 @@ class _StoppedError(GraphpackError):
     def __init__(self, number: int) -> None:
         name = signal.Signals(number).name
         super().__init__(f"stopped by {name}; nothing is left half-written")
-        self.code = 128 + (number if number == signal.SIGINT else signal.SIGTERM)
-        self.kind = "interrupted" if number == signal.SIGINT else "terminated"
+        self.code, self.kind = (130, "interrupted") if number == signal.SIGINT else (143, "terminated")
 
 
 def main() -> int:

@@ -47,6 +47,11 @@ def plain(value: Any) -> Any:
     return value if number is None else number
 
 
+def each_once(numbers: Collection[Any]) -> tuple[Any, ...]:
+    """In order, and plain."""
+    return tuple(sorted(set(map(plain, numbers))))
+
+
 def _many(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
     """A single text is none of many texts, though it could be read letter by letter."""
 

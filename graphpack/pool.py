@@ -185,8 +185,11 @@ class ModelPool:
         return {name: member.place.room for name, member in self._members.items() if member.model.awake}
 
     def _held(self) -> int:
-        open_ones = (member.place for member in self._members.values() if not member.model.closed)
-        return sum(place.weights for place in open_ones if place.keep == "host")
+        return sum(
+            member.place.weights
+            for member in self._members.values()
+            if member.place.keep == "host" and not member.model.closed
+        )
 
     def _find(self, name: str) -> _Member:
         self._require_open()

@@ -44,8 +44,7 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     script = folder / "busy.py"
     script.write_text(textwrap.dedent(BUSY))
     # Whoever runs the tests with nohup has SIGHUP ignored, which a program inherits.
-    heard = ["env", "--default-signal=HUP"]
-    command = [*heard, sys.executable, str(script), "load", "archive", *arguments]
+    command = ["env", "--default-signal=HUP", sys.executable, str(script), "load", "archive", *arguments]
     return subprocess.Popen(
         command, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -205,8 +205,8 @@ def test_who_listens_has_the_driver_give_up_pythons_lock(monkeypatch: pytest.Mon
 
 def test_no_call_keeps_pythons_lock_where_callbacks_are_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     class Function:
-        def __init__(self, library: Loaded) -> None:
-            self.library = library
+        def __init__(self, source: Loaded) -> None:
+            self.source = source
 
         def __call__(self, *_: Any) -> int:
             return 0
@@ -223,8 +223,8 @@ def test_no_call_keeps_pythons_lock_where_callbacks_are_expected(monkeypatch: py
 
     monkeypatch.setattr(ctypes, "CDLL", Loaded)
     monkeypatch.setattr(ctypes, "PyDLL", KeepsLock)
-    library = Library()
-    before = {name for name in libcuda._SIGNATURES if type(library._function(name).library) is KeepsLock}
+    made = Library()
+    before = {name for name in libcuda._SIGNATURES if type(made._function(name).source) is KeepsLock}
     assert {"cuGraphAddKernelNode_v2", "cuMemcpyHtoDAsync_v2"} <= before
-    library.expect_callbacks()
-    assert {type(library._function(name).library) for name in libcuda._SIGNATURES} == {Loaded}
+    made.expect_callbacks()
+    assert {type(made._function(name).source) for name in libcuda._SIGNATURES} == {Loaded}
