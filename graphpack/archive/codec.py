@@ -48,9 +48,9 @@ class Head:
     producer: Producer | None
 
 
-def corrupt(where: str, reason: str) -> CorruptArchiveError:
+def corrupt(where: str, reason: str, hint: str = "copy it again, or save again") -> CorruptArchiveError:
     """The error for damage in the file `where`."""
-    return CorruptArchiveError(f"{where}: {reason}", [Problem(where, reason, hint="copy it again, or save again")])
+    return CorruptArchiveError(f"{where}: {reason}", [Problem(where, reason, hint=hint)])
 
 
 # --- JSON

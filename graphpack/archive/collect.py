@@ -86,7 +86,8 @@ def _collect(archive: Archive, now: int, age: int, *, dry_run: bool) -> Collecte
 
 
 def _blob_files(root: Path) -> dict[str, os.stat_result]:
-    """The regular files that are called by a digest."""
+    """The regular files that are called by a digest. Raises as `Archive.sweep`."""
+    files.check_folder(root, oci.BLOBS)
     folder = root / oci.BLOBS
     found = {}
     with storage_errors("list", folder):

@@ -6,7 +6,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -118,19 +118,49 @@ def _opened(root: Path, name: str, named_by: str, opened: Opened) -> Iterator[tu
         close(descriptor)
 
 
+def check_folder(root: Path, name: str) -> None:
+    """The directory `name` is there, and it is none that a link below `root` leads to. Raises as `read_file`."""
+    with storage_errors("read", root / name):
+        close(_open_folder(root, name.split("/"), Opened()))
+
+
 def _open_below(root: Path, name: str, opened: Opened) -> int:
     *folders, last = name.split("/")
+    here = _open_folder(root, folders, opened)
+    try:
+        return os.open(last, _READ, dir_fd=here)
+    finally:
+        close(here)
+
+
+def _open_folder(root: Path, folders: Sequence[str], opened: Opened) -> int:
     here = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         opened["."] = os.fstat(here)
         for depth, folder in enumerate(folders, 1):
-            below = os.open(folder, _READ | os.O_DIRECTORY, dir_fd=here)
+            name = "/".join(folders[:depth])
+            below = _open_next(here, folder, name)
             close(here)
             here = below
-            opened["/".join(folders[:depth])] = os.fstat(here)
-        return os.open(last, _READ, dir_fd=here)
-    finally:
+            opened[name] = os.fstat(here)
+    except BaseException:
         close(here)
+        raise
+    return here
+
+
+def _open_next(here: int, folder: str, name: str) -> int:
+    try:
+        return os.open(folder, _READ | os.O_DIRECTORY, dir_fd=here)
+    except FileNotFoundError:
+        raise corrupt(name, "missing") from None
+    except OSError as error:
+        if error.errno not in _NOT_A_FILE:
+            raise
+    if stat.S_ISLNK(os.stat(folder, dir_fd=here, follow_symlinks=False).st_mode):
+        hint = "put the directory itself in its place, as cp -rL ARCHIVE COPY does"
+        raise corrupt(name, "a symbolic link, not a directory", hint)
+    raise corrupt(name, "not a directory", "copy it again, or save to another directory")
 
 
 def _read_exactly(descriptor: int, size: int) -> bytes:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from graphpack.archive import files, oci
 from graphpack.archive.looks import looks_like
-from graphpack.errors import NotFoundError, Problem
+from graphpack.errors import CorruptArchiveError, NotFoundError, Problem
 from graphpack.schema import shown
 from graphpack.suggestion import did_you_mean
 
@@ -37,8 +38,13 @@ def open_index(root: Path, opened: files.Opened) -> oci.Index:
 
 
 def read_index(root: Path, opened: files.Opened) -> oci.Index:
-    oci.check_layout(files.read_file(root, oci.LAYOUT_FILE, limit=oci.LAYOUT_LIMIT, opened=opened))
-    return oci.decode_index(files.read_file(root, oci.INDEX_FILE, limit=oci.INDEX_LIMIT, opened=opened))
+    """Without it nobody knows what else is in the archive, so a save refuses what is damaged as well."""
+    try:
+        oci.check_layout(files.read_file(root, oci.LAYOUT_FILE, limit=oci.LAYOUT_LIMIT, opened=opened))
+        return oci.decode_index(files.read_file(root, oci.INDEX_FILE, limit=oci.INDEX_LIMIT, opened=opened))
+    except CorruptArchiveError as error:
+        hint = "copy the archive again, or save to another directory"
+        raise CorruptArchiveError(error.message, [replace(found, hint=hint) for found in error.problems]) from None
 
 
 def no_such_entries(path: Path, missing: Sequence[str], names: Sequence[str]) -> NotFoundError:

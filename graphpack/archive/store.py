@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -260,8 +259,9 @@ class Archive(Reader):
     def sweep(self, *, dry_run: bool = False) -> list[files.Temporary]:
         """The temporary files of the archive. Those that nobody is writing any more are removed, unless in a dry run.
 
-        Raises StorageError.
+        Raises CorruptArchiveError where the folder of blobs is missing or a link, StorageError.
         """
+        files.check_folder(self.path, oci.BLOBS)
         with storage_errors("list", self.path):
             return [
                 found for folder in (self.path, self.path / oci.BLOBS) for found in files.sweep(folder, dry_run=dry_run)
@@ -340,13 +340,10 @@ class Archive(Reader):
         if not files.exists(layout):
             files.write_file(self.path, oci.LAYOUT_FILE, oci.encode_layout())
             self._made.append(layout)
-        blobs = self.path / oci.BLOBS
-        for folder in (blobs.parent, blobs):
-            mode = files.mode(folder)
-            if mode is None:
-                self._make_folder(folder)
-            elif stat.S_ISLNK(mode):
-                raise codec.corrupt(str(folder.relative_to(self.path)), "a symbolic link, not a directory")
+        for name in (os.path.dirname(oci.BLOBS), oci.BLOBS):
+            if not files.exists(self.path / name):
+                self._make_folder(self.path / name)
+            files.check_folder(self.path, name)
 
     def _make_folder(self, folder: Path) -> None:
         with storage_errors("make", folder), suppress(FileExistsError):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -289,6 +291,61 @@ def test_a_lost_index_and_nothing_is_collected(archive: Path) -> None:
     with pytest.raises(NotFoundError, match=r"index\.json is missing"):
         collect(archive, older_than=0)
     assert read_tree(archive) == before
+
+
+@pytest.mark.parametrize("name", ["blobs", "blobs/sha256"])
+@pytest.mark.parametrize(
+    ("kind", "reason", "advice"),
+    [
+        ("missing", "missing", "copy it again, or save again"),
+        ("link", "a symbolic link, not a directory", "put the directory itself in its place"),
+        ("dangling", "a symbolic link, not a directory", "put the directory itself in its place"),
+        ("file", "not a directory", "copy it again, or save to another directory"),
+    ],
+)
+@pytest.mark.parametrize("entries", [0, 1])
+def test_without_a_folder_of_blobs_all_say_the_same(
+    archive: Path, name: str, kind: str, reason: str, advice: str, entries: int, tmp_path: Path
+) -> None:
+    if not entries:
+        remove(archive, ["tiny"])
+    outside = tmp_path / "outside"
+    (archive / name).rename(outside)
+    (outside / ("0" * 64)).write_bytes(b"unused")
+    if kind == "file":
+        (archive / name).write_bytes(b"")
+    elif kind != "missing":
+        (archive / name).symlink_to(outside if kind == "link" else tmp_path / "nowhere")
+    before = read_tree(outside), (archive / "index.json").read_bytes()
+    calls: list[Callable[[], object]] = [
+        lambda: remove(archive, ["tiny"]),
+        lambda: remove(archive, ["other"], gc=True),
+        lambda: collect(archive, older_than=0),
+        lambda: collect(archive, dry_run=True),
+    ]
+    if entries:
+        calls.append(lambda: Archive.open(archive).find(None))
+    if kind != "missing":
+        calls.append(lambda: Archive.create(archive))
+    for call in calls:
+        with pytest.raises(CorruptArchiveError, match=f"^{name}: {reason}$|^{name}: {reason}\n") as caught:
+            call()
+        assert caught.value.problems[0].hint.startswith(advice)
+    assert (read_tree(outside), (archive / "index.json").read_bytes()) == before
+
+
+def test_a_folder_of_blobs_that_is_missing_is_saved_again(archive: Path) -> None:
+    shutil.rmtree(archive / "blobs")
+    make_archive(archive, make_record())
+    assert collect(archive, older_than=0).blobs == ()
+    assert remove(archive, ["tiny"]).entries
+
+
+def test_a_folder_of_blobs_that_is_linked_is_copied(archive: Path, tmp_path: Path) -> None:
+    (archive / "blobs").rename(tmp_path / "outside")
+    (archive / "blobs").symlink_to(tmp_path / "outside")
+    subprocess.run(["cp", "-rL", archive, tmp_path / "copy"], check=True)
+    assert Archive.open(tmp_path / "copy").entry_names() == ("tiny",)
 
 
 @pytest.mark.parametrize("kind", ["directory", "link", "fifo"])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from graphpack.archive.collect import collect, remove
 from graphpack.archive.store import Archive
 from graphpack.errors import CorruptArchiveError, GraphpackError, NotFoundError, UnsupportedFormatError
 from tests.archive.build import blob_path, make_archive, make_record, read_index, read_manifest
@@ -190,7 +191,7 @@ def test_folders_that_are_none(archive: Path, folder: str, kind: str, tmp_path: 
         path.symlink_to(tmp_path / "kept")
     elif kind == "file":
         path.write_bytes(b"")
-    assert "blobs/sha256/" in str(refusal(archive))
+    assert str(refusal(archive)).startswith(f"{folder}: ")
 
 
 def test_two_entries_one_damaged(two: Path) -> None:
@@ -222,6 +223,36 @@ def test_a_message_names_who_named_the_missing_file(archive: Path) -> None:
     blob_path(archive, manifest).unlink()
     with pytest.raises(CorruptArchiveError, match=r"missing, though index.json names it"):
         Archive.open(archive)
+
+
+@pytest.mark.parametrize("name", ["oci-layout", "index.json"])
+@pytest.mark.parametrize("left", [0, 1, 20])
+def test_without_its_index_an_archive_is_saved_elsewhere(archive: Path, name: str, left: int, tmp_path: Path) -> None:
+    write(archive / name, (archive / name).read_bytes()[:left])
+    calls: list[Callable[[], object]] = [
+        lambda: Archive.open(archive),
+        lambda: Archive.create(archive),
+        lambda: Archive.existing(archive),
+        lambda: collect(archive),
+        lambda: remove(archive, ["tiny"]),
+    ]
+    for call in calls:
+        with pytest.raises(CorruptArchiveError, match=f"^{name}: ") as caught:
+            call()
+        (problem,) = caught.value.problems
+        assert (problem.where, problem.hint) == (name, "copy the archive again, or save to another directory")
+    make_archive(tmp_path / "another", make_record())
+    assert Archive.open(tmp_path / "another").entry_names() == ("tiny",)
+
+
+def test_a_missing_blob_is_saved_again(archive: Path) -> None:
+    blob = make_record().blobs[0]
+    blob_path(archive, blob.digest).unlink()
+    with pytest.raises(CorruptArchiveError) as caught:
+        Archive.open(archive).read_blob(blob)
+    assert caught.value.problems[0].hint == "copy it again, or save again"
+    make_archive(archive, make_record())
+    assert Archive.open(archive).read_blob(blob)
 
 
 def test_two_entries_of_one_name(tmp_path: Path) -> None:
