@@ -47,7 +47,9 @@ def read_with_status(path: Path, limit: int) -> tuple[bytes, stat_result]:
     try:
         with path.open("rb") as stream:
             status, data = os.fstat(stream.fileno()), stream.read(limit + 1)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError) as error:
+    except IsADirectoryError as error:
+        raise NotFoundError(f"{path} is a directory, not a file") from error
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
         # A ValueError is about characters that no path has.
         raise NotFoundError(f"no such file: {path}") from error
     except OSError as error:

@@ -24,7 +24,9 @@ def read(file: Path) -> Any:
     try:
         with file.open("rb") as stream:
             content = stream.read(LARGEST_FILE + 1)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError) as error:
+    except IsADirectoryError as error:
+        raise NotFoundError(f"{file} is a directory, not a configuration file") from error
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
         # A ValueError is about characters that no path has.
         raise NotFoundError(f"no such configuration file: {file}") from error
     except OSError as error:

@@ -93,7 +93,9 @@ def hub_revision(directory: Path) -> str | None:
 def _listing(directory: Path) -> set[str]:
     try:
         return set(os.listdir(directory))
-    except (FileNotFoundError, NotADirectoryError, ValueError) as error:  # ValueError: characters that no path has
+    except NotADirectoryError as error:
+        raise NotFoundError(f"{directory} is not a directory") from error
+    except (FileNotFoundError, ValueError) as error:  # ValueError: characters that no path has
         raise NotFoundError(f"no such directory: {directory}") from error
     except OSError as error:
         raise StorageError(f"{directory}: cannot list: {error.strerror}") from error

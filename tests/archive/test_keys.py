@@ -7,6 +7,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,14 @@ def test_files_that_are_no_private_key(key: Path, tmp_path: Path) -> None:
                 read_private_key(other)
     with pytest.raises(NotFoundError):
         read_private_key(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("read", [read_private_key, read_public_key])
+def test_a_directory_is_no_key(read: Callable[[Path], object], tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match=f"^{tmp_path} is a directory, not a file$"):
+        read(tmp_path)
+    with pytest.raises(NotFoundError, match=f"^no such file: {tmp_path}/k$"):
+        read(tmp_path / "k")
 
 
 def test_files_that_are_no_public_key(key: Path, tmp_path: Path) -> None:

@@ -228,13 +228,18 @@ def test_a_file_larger_than_any(tmp_path: Path) -> None:
     assert read_config(tmp_path / "graphpack.yaml").models == {}
 
 
-@pytest.mark.parametrize("place", ["none.yaml", "file/none.yaml", "folder"])
+@pytest.mark.parametrize("place", ["none.yaml", "file/none.yaml"])
 def test_a_missing_file(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").touch()
-    (tmp_path / "folder").mkdir()
     with pytest.raises(NotFoundError) as caught:
         find_config(tmp_path / place)
     assert str(caught.value) == f"no such configuration file: {tmp_path / place}"
+
+
+def test_a_directory_is_no_configuration_file(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError) as caught:
+        find_config(tmp_path)
+    assert str(caught.value) == f"{tmp_path} is a directory, not a configuration file"
 
 
 def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

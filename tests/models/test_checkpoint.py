@@ -199,6 +199,8 @@ def test_weights_of_another_kind(files: list[str], problems: str, tmp_path: Path
 
 def test_directories_that_are_no_checkpoint(tmp_path: Path) -> None:
     assert refusal(tmp_path / "nope") == (3, "no such directory: DIR")
+    (tmp_path / "file").touch()
+    assert refusal(tmp_path / "file") == (3, "DIR is not a directory")
     assert refusal(tmp_path) == (3, "DIR: not a checkpoint directory (it holds no config.json)")
     (tmp_path / "model.safetensors").write_bytes(b"")
     expected = "DIR: the checkpoint is incomplete\n  config.json: here missing\n    -> put it beside the weights"
