@@ -32,17 +32,32 @@ def must_sleep(name: str, wanted: Room, awake: Mapping[str, Room], budget: int |
     return found
 
 
-def where_kept(name: str, asked: str | None, device: str, weights: int, held: int, host_budget: int | None) -> str:
+def where_kept(
+    name: str,
+    asked: str | None,
+    device: str,
+    weights: int,
+    held: int,
+    host_budget: int | None,
+    *,
+    updated: bool = False,
+) -> str:
     """`host` or `disk`, see `graphpack.backends.KEEPS`, for a model with so many bytes of weights.
 
-    Asked for neither, it is `host` for a model that is not there anyway and that fits: `held` are the bytes that the
-    other models' weights take of the host's memory, `host_budget` those that all may, None for any number. Raises
-    UsageError for `host` where it does not fit.
+    Updated weights are on no disk, so it is `host` whatever was asked for. Asked for neither, it is `host` for a model
+    that is not there anyway and that fits: `held` are the bytes that the other models' weights take of the host's
+    memory, `host_budget` those that all may, None for any number. Raises UsageError for `host` where it does not fit.
     """
+    if updated:
+        asked = "host"
     fits = host_budget is None or held + weights <= host_budget
     if asked == "host" and not fits:
         sides = f"needs {weights} bytes", f"{host_budget} bytes, of which others take {held}"
-        hint = "raise the host budget, or keep='disk'"
+        hint = "raise the host budget"
+        if not updated:
+            hint += ", or keep='disk'"
+        elif held:
+            hint += ", or remove a model whose weights it holds; updated ones are on no disk"
         raise UsageError(
             f"the weights of model '{name}' are larger than what is left of the host budget",
             [Problem("host_budget", *sides, hint)],

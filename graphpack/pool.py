@@ -85,8 +85,9 @@ class ModelPool:
         others may sleep for it. Its name in the pool is `alias`, by default its own.
 
         `keep` says where its weights are while it sleeps: in page-locked memory of the `host`, or on `disk`, from where
-        they are read again, if the files are still those that were loaded. By default that is the host where they fit
-        its budget, and the disk for models on a CPU, whose weights are in the host's memory either way.
+        they are read again, if the files are still those that were loaded; weights that were updated go to the host.
+        By default that is the host where they fit its budget, and the disk for models on a CPU, whose weights are in
+        the host's memory either way.
 
         Raises UsageError for a name that is taken or none, for a model larger than a budget, and what `graphpack.load`
         raises. The pool is as it was then, but for models that sleep.
@@ -176,8 +177,8 @@ class ModelPool:
         """Updated weights are kept in the host's memory, wherever they were to be, as far as there is room."""
         member = self._members[name]
         if member.model.updated and member.place.keep == "disk":
-            place = member.place
-            keep = where_kept(name, "host", place.room.device, place.weights, self._held(), self._host_budget)
+            place, held = member.place, self._held()
+            keep = where_kept(name, place.keep, place.room.device, place.weights, held, self._host_budget, updated=True)
             member = self._members[name] = replace(member, place=replace(place, keep=keep))
         member.model.sleep(member.place.keep, by=self, spare=spare)
 

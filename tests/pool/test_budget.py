@@ -86,3 +86,21 @@ def test_a_host_budget_that_is_too_small() -> None:
         "  host_budget: archived needs 5 bytes, here 11 bytes, of which others take 7\n"
         "    -> raise the host budget, or keep='disk'"
     )
+
+
+def test_updated_weights_are_kept_in_memory_whatever_was_asked_for() -> None:
+    for asked in (None, "host", "disk"):
+        assert where_kept("it", asked, "cpu", 5, 7, 12, updated=True) == "host"
+
+
+@pytest.mark.parametrize(
+    ("held", "advice"),
+    [
+        (0, "raise the host budget"),
+        (7, "raise the host budget, or remove a model whose weights it holds; updated ones are on no disk"),
+    ],
+)
+def test_updated_weights_that_do_not_fit_the_host_budget(held: int, advice: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        where_kept("it", "disk", "cuda:0", 5, held, 4, updated=True)
+    assert refused.value.problems[0].hint == advice

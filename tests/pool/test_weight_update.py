@@ -131,7 +131,7 @@ def test_updated_weights_that_the_host_budget_does_not_hold(
         assert str(refused.value) == (
             "the weights of model 'tiny-llama' are larger than what is left of the host budget\n"
             "  host_budget: archived needs 558336 bytes, here 1000 bytes, of which others take 0\n"
-            "    -> raise the host budget, or keep='disk'"
+            "    -> raise the host budget"
         )
         assert logits(model) == wanted
 
