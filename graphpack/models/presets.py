@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -192,33 +193,41 @@ def make_checkpoint(name: str, directory: Path, progress: Progress | None = None
     """Write a built-in model as an ordinary checkpoint directory; the number of weight bytes written.
 
     Raises NotFoundError for an unknown name, UsageError for a directory that holds something, StorageError when
-    the system refuses; then what was written is removed again. `config.json` comes last.
+    the system refuses; then what was made, directories too, is removed again. `config.json` comes last.
     """
     if name not in PRESETS:
         raise NotFoundError(f"no built-in model '{name}': there are {', '.join(PRESETS)}")
     preset = PRESETS[name]
     try:
-        _claim(directory)
-        try:
-            _write_weights(preset, directory, progress)
-            _write_json(directory / CONFIG_NAME, preset.settings)
+        with ExitStack() as made:
+            _claim(directory, made)
+            _write_weights(preset, directory, progress, made)
+            _write_json(directory / CONFIG_NAME, preset.settings, made)
             sync_directory(directory)
-        except BaseException:
-            for path in directory.iterdir():
-                path.unlink()
-            raise
+            made.pop_all()
     except OSError as error:
         raise StorageError(f"{directory}: cannot write the checkpoint: {error.strerror}") from error
     return preset.weight_bytes
 
 
-def _claim(directory: Path) -> None:
+def _claim(directory: Path, made: ExitStack) -> None:
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UsageError(f"{directory}: exists and is not an empty directory")
-    directory.mkdir(parents=True, exist_ok=True)
+    for folder in (*reversed(directory.parents), directory):
+        if not folder.is_dir():
+            folder.mkdir()
+            made.callback(_remove, folder)
 
 
-def _write_weights(preset: Preset, directory: Path, progress: Progress | None) -> None:
+def _remove(path: Path) -> None:
+    with suppress(OSError):  # what others put into a directory stays, and so does that
+        if path.is_dir():
+            path.rmdir()
+        else:
+            path.unlink()
+
+
+def _write_weights(preset: Preset, directory: Path, progress: Progress | None, made: ExitStack) -> None:
     shards = _shards(preset)
     if len(shards) == 1:
         names = [SINGLE_NAME]
@@ -233,11 +242,12 @@ def _write_weights(preset: Preset, directory: Path, progress: Progress | None) -
             )
             for name, shape in shard.items()
         }
+        made.callback(_remove, directory / file)
         write_file(directory / file, tensors)
     if len(shards) > 1:
         weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
         index = {"metadata": {"total_size": preset.weight_bytes}, "weight_map": weight_map}
-        _write_json(directory / INDEX_NAME, index)
+        _write_json(directory / INDEX_NAME, index, made)
 
 
 def _shards(preset: Preset) -> list[dict[str, tuple[int, ...]]]:
@@ -269,8 +279,9 @@ class _Reporter:
                 self._progress(self._done, self._total)
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+def _write_json(path: Path, value: Mapping[str, Any], made: ExitStack) -> None:
     with open(path, "x", encoding="utf-8") as file:
+        made.callback(_remove, path)
         json.dump(value, file, indent=2, sort_keys=True)
         file.write("\n")
         file.flush()

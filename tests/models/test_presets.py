@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from graphpack.errors import NotFoundError, UsageError
+from graphpack.errors import NotFoundError, StorageError, UsageError
 from graphpack.models import presets, seeded
 from graphpack.models.presets import PRESETS, Preset, list_models, make_checkpoint
 from graphpack.models.registry import resolve
@@ -98,6 +100,36 @@ def test_an_interrupted_make_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         make_checkpoint("tiny-llama", tmp_path, interrupt)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("file", ["model-00002-of-", "model.safetensors.index.json", "config.json"])
+def test_a_make_that_fails_takes_back_what_it_made(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presets, "SHARD_BYTES", 200_000)
+    (tmp_path / "there").mkdir()
+    sync = os.fsync
+
+    def full(descriptor: int) -> None:
+        if file in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageError, match="No space left on device"):
+        make_checkpoint("tiny-llama", tmp_path / "there" / "new" / "newer")
+    assert [path.name for path in tmp_path.rglob("*")] == ["there"]
+    with pytest.raises(StorageError):
+        make_checkpoint("tiny-llama", tmp_path / "there")
+    assert [path.name for path in tmp_path.rglob("*")] == ["there"]
+
+
+def test_a_make_that_fails_leaves_what_others_put_there(tmp_path: Path) -> None:
+    def interrupt(done: int, total: int) -> None:
+        (tmp_path / "new" / "newer" / "mine").touch()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_checkpoint("tiny-llama", tmp_path / "new" / "newer", interrupt)
+    assert [path.name for path in tmp_path.rglob("*")] == ["new", "newer", "mine"]
 
 
 def test_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:
