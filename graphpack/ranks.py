@@ -10,6 +10,7 @@ from graphpack.archive.ranks import Part, part_of
 from graphpack.archive.record import Record
 from graphpack.errors import Problem, UsageError
 from graphpack.frozen import dataclass
+from graphpack.words import whole_of_text
 
 _NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT")
 _ADDRESS = "MASTER_ADDR"
@@ -105,4 +106,4 @@ def place_of(environment: Mapping[str, str]) -> Place | None:
 
 
 def _whole(text: str) -> int | None:
-    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None
+    return whole_of_text(text) if len(text) < 10 else None

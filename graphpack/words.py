@@ -19,12 +19,16 @@ def is_device(text: str) -> bool:
     return re.fullmatch(r"cpu|cuda(:(0|[1-9][0-9]{0,3}))?", text) is not None
 
 
+def whole_of_text(text: str) -> int | None:
+    """`16`: a whole number from 0 in plain digits; None for anything else, also for what others read otherwise, as 010
+    for 8."""
+    return int(text) if re.fullmatch("0|[1-9][0-9]{0,9}", text) else None
+
+
 def sizes_of_text(text: str) -> tuple[int, ...] | None:
     """`1,2,4`: whole numbers from 1, sorted, each once; None for anything else."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(re.fullmatch("[0-9]{1,10}", part) and 1 <= int(part) <= LARGEST_SIZE for part in parts):
-        return None
-    return tuple(sorted({int(part) for part in parts}))
+    sizes = {whole_of_text(part.strip()) or 0 for part in text.split(",")}
+    return tuple(sorted(sizes)) if all(1 <= size <= LARGEST_SIZE for size in sizes) else None
 
 
 TOKEN_COUNTS = (4, 8, 16, 32, 64, 128, 256, 512)

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from graphpack.cli.answer import EXIT_CODES, Answer, command, examples, exits
-from graphpack.cli.options import NO_ARCHIVE, PATH, configuration, device, entry_name, trust_options
+from graphpack.cli.options import (
+    NO_ARCHIVE,
+    PATH,
+    Number,
+    WholeNumber,
+    configuration,
+    device,
+    entry_name,
+    trust_options,
+)
 from graphpack.errors import NotFoundError, Problem, UsageError
 
 if TYPE_CHECKING:
@@ -39,7 +48,7 @@ DRAWING = {"top_k": "--top-k", "top_p": "--top-p", "seed": "--seed"}
 @click.option("--prompt", "prompts", multiple=True, required=True, metavar="TEXT", help="What to continue; repeatable.")
 @click.option(
     "--max-tokens",
-    type=click.IntRange(min=1),
+    type=WholeNumber(min=1),
     default=64,
     show_default=True,
     metavar="N",
@@ -47,18 +56,18 @@ DRAWING = {"top_k": "--top-k", "top_p": "--top-p", "seed": "--seed"}
 )
 @click.option(
     "--temperature",
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     metavar="T",
     help="Draw tokens from the logits divided by T. Default: take the most likely one.",
 )
-@click.option("--top-k", type=click.IntRange(min=1), metavar="K", help="Draw from the K likeliest. Default: from all.")
+@click.option("--top-k", type=WholeNumber(min=1), metavar="K", help="Draw from the K likeliest. Default: from all.")
 @click.option(
     "--top-p",
-    type=click.FloatRange(min=0, max=1, min_open=True),
+    type=Number(min=0, max=1, min_open=True),
     metavar="P",
     help="Draw from the fewest that together have probability P. Default: from all.",
 )
-@click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Where drawing begins. Default: 0.")
+@click.option("--seed", type=WholeNumber(min=0), metavar="N", help="Where drawing begins. Default: 0.")
 @click.option(
     "--fallback",
     type=click.Choice(["error", "eager"]),

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from graphpack.cli.answer import Answer, command, examples, exits
-from graphpack.cli.options import PATH
+from graphpack.cli.options import PATH, Number
 from graphpack.words import READING_HOURS
 
 
@@ -40,7 +40,7 @@ def rm(archive: Path, names: tuple[str, ...], collect: bool) -> Answer:
 @click.argument("archive", type=PATH)
 @click.option(
     "--older-than",
-    type=float,
+    type=Number(),
     default=READING_HOURS,
     show_default=True,
     metavar="HOURS",

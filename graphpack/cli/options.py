@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,9 @@ def size_list(value: str) -> tuple[int, ...]:
     """`1,2,4`: whole numbers from 1, sorted, each once."""
     sizes = sizes_of_text(value)
     if sizes is None:
-        raise click.BadParameter(f"{value!r} is not a list of whole numbers from 1 to {LARGEST_SIZE}, such as 1,2,4")
+        raise click.BadParameter(
+            f"{value!r} is not a list of whole numbers from 1 to {LARGEST_SIZE} in plain digits, such as 1,2,4"
+        )
     return sizes
 
 
@@ -61,6 +64,24 @@ def weights_directory(value: str) -> tuple[str | None, Path]:
     if not (directory if named else value):
         raise click.BadParameter("the directory is missing")
     return (name, Path(directory)) if named else (None, Path(value))
+
+
+def _in_plain_digits(value: Any) -> Any:
+    """Not what Python takes for a number and others may not, or for another one: `010`, `1_0`, `+1`, digits of other
+    scripts. Those are refused in the environment and in a configuration file, too."""
+    if isinstance(value, str) and re.search(r"^\+|^-?0[0-9]|[\s_]|[^\x00-\x7f]", value):
+        raise click.BadParameter(f"{value!r} is not a number in plain digits, such as 16")
+    return value
+
+
+class WholeNumber(click.IntRange):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(_in_plain_digits(value), param, ctx)
+
+
+class Number(click.FloatRange):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(_in_plain_digits(value), param, ctx)
 
 
 class NamedPath(click.Path):
@@ -113,7 +134,7 @@ def setting_options(function: Callable[..., Any]) -> Callable[..., Any]:
             ),
             click.option(
                 "--slots",
-                type=click.IntRange(min=1),
+                type=WholeNumber(min=1),
                 metavar="N",
                 help="Rows in progress at once. Default: the largest batch.",
             ),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from graphpack.cli.answer import Answer, command, examples, exits
-from graphpack.cli.options import PATH, configuration
+from graphpack.cli.options import PATH, WholeNumber, configuration
 from graphpack.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 )
 @click.argument("config", type=PATH, required=False)
 @click.option(
-    "--jobs", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Save N models at a time."
+    "--jobs", type=WholeNumber(min=1), default=1, show_default=True, metavar="N", help="Save N models at a time."
 )
 def prewarm(config: Path | None, jobs: int) -> Answer:
     """Save every model of CONFIG that is missing in its archive or stale, and nothing else.

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from graphpack.cli.answer import Answer, command, examples, exits
-from graphpack.cli.options import PATH
+from graphpack.cli.options import PATH, WholeNumber
 
 
 @command(
@@ -25,12 +25,12 @@ from graphpack.cli.options import PATH
 @click.option("--name", "names", multiple=True, metavar="NAME", help="Only this entry; repeatable. Default: all.")
 @click.option(
     "--serial",
-    type=click.IntRange(0, 2**53 - 1),
+    type=WholeNumber(0, 2**53 - 1),
     metavar="N",
     help="Number that readers can ask a smallest one of; only grows. Default: the seconds since 1970.",
 )
 @click.option(
-    "--expires", type=click.IntRange(1, 36500), metavar="DAYS", help="Days until it counts no more. Default: never."
+    "--expires", type=WholeNumber(1, 36500), metavar="DAYS", help="Days until it counts no more. Default: never."
 )
 def sign(archive: Path, key: Path, names: tuple[str, ...], serial: int | None, expires: int | None) -> Answer:
     """Sign the entries of ARCHIVE, in the place of the signatures they have. Reads and hashes all of them first."""

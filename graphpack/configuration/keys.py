@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from graphpack.words import (
     is_device,
     names_of_text,
     sizes_of_text,
+    whole_of_text,
 )
 
 
@@ -84,7 +84,7 @@ def _names(value: Any) -> tuple[str, ...] | None:
 
 
 def _size_of_text(text: str) -> int | None:
-    value = int(text) if re.fullmatch("[0-9]{1,10}", text) else 0
+    value = whole_of_text(text)
     return value if _is_size(value) else None
 
 
@@ -94,10 +94,16 @@ def _flag_of_text(text: str) -> bool | None:
 
 PATH = Kind("a path", _path, "a path", _path)
 SIZES = Kind(
-    "a list of whole numbers from 1, such as [1, 2, 4]", _sizes, "whole numbers from 1, such as 1,2,4", sizes_of_text
+    "a list of whole numbers from 1, such as [1, 2, 4]",
+    _sizes,
+    "whole numbers from 1 in plain digits, such as 1,2,4",
+    sizes_of_text,
 )
 SIZE = Kind(
-    "a whole number from 1", lambda value: value if _is_size(value) else None, "a whole number from 1", _size_of_text
+    "a whole number from 1",
+    lambda value: value if _is_size(value) else None,
+    "a whole number from 1 in plain digits",
+    _size_of_text,
 )
 FLAG = Kind("true or false", lambda value: value if isinstance(value, bool) else None, "1 or 0", _flag_of_text)
 

@@ -105,7 +105,7 @@ def test_bad_usage_exits_2_in_both_formats(run: Run, arguments: tuple[str, ...])
 
 NAME = "is not a name: letters, digits, dots, dashes and underscores, not starting with a dot or dash, at most 128"
 DEVICE = "is not cpu, cuda or cuda:I, such as cuda:0"
-SIZES = "is not a list of whole numbers from 1 to 2147483647, such as 1,2,4"
+SIZES = "is not a list of whole numbers from 1 to 2147483647 in plain digits, such as 1,2,4"
 
 
 @pytest.mark.parametrize(
@@ -141,8 +141,57 @@ def test_weights_are_said_once_for_an_entry(run: Run, fake: Fake, first: str, se
     assert run("load", "a", "--weights", first).code == 0
 
 
+MISREAD = ["010", "00", "1_0", "+1", "٣", "1 0"]
+"""What Python takes for a number, or almost, and others may not or for another one."""
+OF_NUMBERS = [
+    ("save", "m", "a", "--slots"),
+    ("prewarm", "--jobs"),
+    ("sign", "a", "--key", "k", "--serial"),
+    ("sign", "a", "--key", "k", "--expires"),
+    ("gc", "a", "--older-than"),
+    *(
+        ("generate", "a", "--prompt", "x", f"--{name}")
+        for name in ("max-tokens", "top-k", "top-p", "temperature", "seed")
+    ),
+]
+
+
+@pytest.mark.parametrize("value", [*MISREAD, " 1", "1\n"])
+@pytest.mark.parametrize("arguments", OF_NUMBERS, ids=lambda arguments: arguments[-1])
+def test_a_number_is_written_in_plain_digits(run: Run, arguments: tuple[str, ...], value: str) -> None:
+    document = run(*arguments, value, "--format", "json").document
+    assert document["error"]["code"] == 2
+    assert document["error"]["message"].endswith(f"{value!r} is not a number in plain digits, such as 16")
+
+
+@pytest.mark.parametrize("value", MISREAD)
+@pytest.mark.parametrize(
+    ("option", "variable", "good"),
+    [
+        ("--batch-sizes", "GRAPHPACK_BATCH_SIZES", "10, 2"),
+        ("--seq-lens", "GRAPHPACK_SEQ_LEN_BUCKETS", "10"),
+        ("--token-counts", "GRAPHPACK_TOKEN_COUNTS", "10"),
+        ("--slots", "GRAPHPACK_SLOTS", "10"),
+    ],
+)
+def test_an_option_and_its_variable_take_the_same(
+    run: Run, monkeypatch: pytest.MonkeyPatch, option: str, variable: str, good: str, value: str
+) -> None:
+    by_option = run("config", option, good, "--format", "json").document["settings"]
+    assert run("config", option, value).code == 2
+    monkeypatch.setenv(variable, value)
+    assert run("config").code == 2
+    monkeypatch.setenv(variable, good)
+    by_variable = run("config", "--format", "json").document["settings"]
+    assert [setting["value"] for setting in by_option.values()] == [
+        setting["value"] for setting in by_variable.values()
+    ]
+
+
 @pytest.mark.parametrize("option", ["--batch-sizes", "--seq-lens"])
-@pytest.mark.parametrize("value", ["0", "-1", "a", "", "1,,2", "1.5", "1e3", "²", "9999999999", "9" * 5000, "1,"])
+@pytest.mark.parametrize(
+    "value", ["0", "-1", "a", "", "1,,2", "1.5", "1e3", "²", "9999999999", "9" * 5000, "1,", *MISREAD]
+)
 def test_bad_sizes(run: Run, option: str, value: str) -> None:
     outcome = run("save", "m", "a", f"{option}={value}", "--format", "json")
     assert outcome.code == 2

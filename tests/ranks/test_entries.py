@@ -276,6 +276,7 @@ def test_the_place_of_a_process_is_what_torchrun_says() -> None:
         ({"RANK": ""}, "RANK"),
         ({"RANK": "2"}, "RANK"),
         ({"RANK": "-1"}, "RANK"),
+        ({"RANK": "01"}, "RANK"),
         ({"MASTER_PORT": "x"}, "MASTER_PORT"),
         ({"MASTER_PORT": "0"}, "MASTER_PORT"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT"),
