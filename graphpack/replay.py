@@ -12,15 +12,16 @@ import numpy as np
 
 from graphpack import logs
 from graphpack.archive.piecewise import PiecewiseGraph
-from graphpack.archive.record import Graph, Record
+from graphpack.archive.record import Graph, Record, Weights
 from graphpack.arguments import BY_NAME, SECONDS, TEXT, check_arguments
 from graphpack.backends import KEEPS, Executable, Memory
 from graphpack.backends.spare import Spare
 from graphpack.dispatch import FALLBACKS, POLICIES, check_captured, check_choice, choose, no_bucket, padded
-from graphpack.errors import AsleepError, ClosedError, InputError, Problem, UsageError, WeightsMismatchError
+from graphpack.errors import InputError, Problem, WeightsMismatchError
 from graphpack.fallback import Fallback
 from graphpack.graph import Bucket, TensorSpec, is_decode
 from graphpack.inputs import arrays_of, check_inputs, length_of, row_count, with_rows
+from graphpack.life import Life
 from graphpack.models.locate import Located
 from graphpack.prefill import Prefill
 from graphpack.results.load import LoadedEntry
@@ -65,18 +66,25 @@ class RestoredModel:
         self._replays: Counter[Bucket] = Counter()
         self._padded_rows = self._fallbacks = 0
         self._lock = threading.Lock()
-        self.closed = self._asleep = False
+        self._life = Life(record.entry.name)
         self.pool: object = None
         """The pool that alone lets it sleep and wake, if it is in one."""
-        self.weights = record.weights
-        """What the weights are now: the recorded ones, until `update_weights`."""
-        self.updated = False
-        """Whether `update_weights` was called: the checkpoint is no longer what the weights are."""
+        self._weights, self._updated = record.weights, False
 
     @property
     def slots(self) -> int:
         """How many rows the state of a decode entry holds, which is how many can be in progress at once."""
         return self._slots.count
+
+    @property
+    def weights(self) -> Weights:
+        """What the weights are now: the recorded ones, until `update_weights`."""
+        return self._weights
+
+    @property
+    def updated(self) -> bool:
+        """Whether `update_weights` was called: the checkpoint is no longer what the weights are."""
+        return self._updated
 
     @property
     def stats(self) -> Stats:
@@ -159,7 +167,7 @@ class RestoredModel:
         Raises InputError, before anything runs, for anything else, and for an entry that has no piecewise graphs.
         """
         with self._lock:
-            self._require_open()
+            self._life.require_awake()
             checked = self._prefill.check(prompts, slots, positions)
             return Tensor(self._prefill.run(*checked), self._graphs[self.buckets[0]][0].outputs[0].dtype)
 
@@ -175,7 +183,7 @@ class RestoredModel:
         Raises InputError naming every input that is missing, unknown, or not what the graph was captured for.
         """
         with self._lock:
-            self._require_open()
+            self._life.require_awake()
             check_captured(bucket, self.buckets, self.record.entry.name)
             check_arguments(InputError, inputs=(inputs, BY_NAME))
             graph, executable = self._graphs[bucket]
@@ -191,7 +199,7 @@ class RestoredModel:
     def state(self, name: str) -> Tensor:
         """A state region such as `kv.0.key`: on cpu its memory, on cuda a copy of it."""
         with self._lock:
-            self._require_open()
+            self._life.require_awake()
             check_arguments(InputError, name=(name, TEXT))
             specs = {spec.name: spec for graph, _ in self._graphs.values() for spec in graph.state}
             if name not in specs:
@@ -205,7 +213,7 @@ class RestoredModel:
         Raises InputError for a slot there is not, or state that is not made of slots.
         """
         with self._lock:
-            self._require_open()
+            self._life.require_awake()
             if slot is None:
                 self._memory.reset_state()
                 self._slots.clear()
@@ -220,7 +228,7 @@ class RestoredModel:
         may.
         """
         with self._lock:
-            self._require_open()
+            self._life.require_awake()
             self._check_slots()
             slot = self._slots.assign()
             self._memory.reset_slot(slot)
@@ -229,7 +237,7 @@ class RestoredModel:
     def release(self, slot: int) -> None:
         """Free the slot of a row that leaves. InputError for one that is not assigned."""
         with self._lock:
-            self._require_open()
+            self._life.require_awake()
             self._slots.release(slot)
 
     def verify(self, goldens: Mapping[Bucket, Golden]) -> tuple[VerifiedBucket, ...]:
@@ -238,14 +246,11 @@ class RestoredModel:
         Raises OutputsDifferError with the first step that differs in each bucket, and WeightsMismatchError after
         `update_weights`.
         """
-        from graphpack.trials import Trial, verify_graphs
+        from graphpack.trials import Trial, check_as_saved, verify_graphs
 
         with self._lock:
-            self._require_open()
-            if self.weights.root != self.record.weights.root:
-                sides = self.record.weights.root[:12], f"{self.weights.root[:12]}, updated"
-                problem = Problem("weights.root", *sides, "load the entry again")
-                raise WeightsMismatchError("goldens are of the weights that were saved", [problem])
+            self._life.require_awake()
+            check_as_saved(self.record, self.weights)
             check_arguments(InputError, goldens=(goldens, BY_NAME))
             for bucket in goldens:
                 check_captured(bucket, self.buckets, self.record.entry.name)
@@ -257,14 +262,19 @@ class RestoredModel:
         from graphpack.trials import bench_graphs
 
         with self._lock:
-            self._require_open()
+            self._life.require_awake()
             check_arguments(InputError, seconds=(seconds, SECONDS))
             return bench_graphs(self.record, self._graphs, self._memory, seconds)
 
     @property
     def awake(self) -> bool:
         """Whether it can be used: neither asleep nor closed."""
-        return not (self._asleep or self.closed)
+        return self._life.awake
+
+    @property
+    def closed(self) -> bool:
+        """Whether its memory and code were given back."""
+        return self._life.closed
 
     def sleep(self, keep: str = "host", *, by: object = None, spare: Spare | None = None) -> None:
         """Give the memory of the device back until `wake`, once a step that runs has ended. Addresses and graphs stay,
@@ -279,22 +289,22 @@ class RestoredModel:
         """
         check_choice("keep", keep, KEEPS)
         with self._lock:
-            self._refuse_closed()
-            self._refuse_others(by, "let it sleep there: ModelPool.sleep")
-            if self._asleep:
+            self._life.refuse_closed()
+            self._life.refuse_others(self.pool, by, "let it sleep there: ModelPool.sleep")
+            if self._life.asleep:
                 return
             if keep == "disk" and self.updated:
                 problem = Problem("keep", here=keep, hint="keep them in memory of the host: keep='host'")
                 raise WeightsMismatchError("updated weights cannot be read from the checkpoint again", [problem])
             self._memory.prepare_sleep(keep)
-            self._asleep = True
+            self._life.asleep = True
             self._slots.clear()
             self._memory.sleep(spare)
 
     def check_wake(self, freed: int = 0) -> None:
         """Raise what `wake` would raise as things are, if `freed` more bytes of the device's memory were free."""
         with self._lock:
-            self._refuse_closed()
+            self._life.refuse_closed()
             self._memory.check_wake(freed)
 
     def wake(self, *, by: object = None, spare: Spare | None = None) -> None:
@@ -304,11 +314,11 @@ class RestoredModel:
         and the checkpoint has changed, UsageError as `sleep`; the model sleeps on then.
         """
         with self._lock:
-            self._refuse_closed()
-            self._refuse_others(by, "switch to it: ModelPool.switch")
-            if self._asleep:
+            self._life.refuse_closed()
+            self._life.refuse_others(self.pool, by, "switch to it: ModelPool.switch")
+            if self._life.asleep:
                 self._memory.wake(spare)
-                self._asleep = False
+                self._life.asleep = False
 
     def update_weights(self, tensors: Mapping[str, Any], *, constants_hold: bool = False) -> None:
         """Give weights new values, from the next step on. `tensors` are arrays on the CPU by the checkpoint's names,
@@ -323,10 +333,10 @@ class RestoredModel:
         from graphpack.weight_update import plan_update
 
         with self._lock:
-            self._require_open()
+            self._life.require_awake()
             check_arguments(InputError, tensors=(tensors, BY_NAME))
             update = plan_update(self.record, self.weights, tensors, self._memory.bound, constants_hold=constants_hold)
-            self.updated = self.updated or bool(update.values)
+            self._updated = self.updated or bool(update.values)
             try:
                 for region, values in update.values.items():
                     self._memory.write(region, values)
@@ -334,7 +344,7 @@ class RestoredModel:
             except BaseException:
                 self._close()
                 raise
-            self.weights = update.weights
+            self._weights = update.weights
 
     def close(self) -> None:
         """Give all memory and code back. Closing twice is fine; using a closed model is a ClosedError."""
@@ -344,7 +354,7 @@ class RestoredModel:
     def _close(self) -> None:
         if self.closed:
             return
-        self.closed = True
+        self._life.closed = True
         self._fallback.forget()
         self._prefill.close()
         for _, executable in self._graphs.values():
@@ -360,7 +370,7 @@ class RestoredModel:
         self.close()
 
     def _require_decode(self) -> None:
-        self._require_open()
+        self._life.require_awake()
         if not all(is_decode(graph.inputs) for graph, _ in self._graphs.values()):
             names = ", ".join(spec.name for spec in self.inputs)
             raise InputError("this entry is not a decode step; call replay", [Problem("inputs", names)])
@@ -383,18 +393,3 @@ class RestoredModel:
     def _check_slots(self) -> None:
         self._require_decode()
         check_made_of_slots(next(iter(self._graphs.values()))[0].state, self.record.settings.slots)
-
-    def _require_open(self) -> None:
-        self._refuse_closed()
-        if self._asleep:
-            problem = Problem("model", here="asleep", hint="switch to it first: ModelPool.switch, or wake it")
-            raise AsleepError(f"entry '{self.record.entry.name}' is asleep", [problem])
-
-    def _refuse_others(self, asking: object, hint: str) -> None:
-        if self.pool is not None and asking is not self.pool:
-            problem = Problem("model", here="in a pool, whose budgets it counts to", hint=hint)
-            raise UsageError(f"entry '{self.record.entry.name}' sleeps and wakes with its pool alone", [problem])
-
-    def _refuse_closed(self) -> None:
-        if self.closed:
-            raise ClosedError(f"entry '{self.record.entry.name}' was closed")

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from graphpack.archive.piecewise import PiecewiseGraph
-from graphpack.archive.record import Graph, Record
+from graphpack.archive.record import Graph, Record, Weights
 from graphpack.backends import Executable, Memory
 from graphpack.dtypes import DTYPES
-from graphpack.errors import OutputsDifferError, Problem
+from graphpack.errors import OutputsDifferError, Problem, WeightsMismatchError
 from graphpack.frozen import dataclass
 from graphpack.golden import Comparison, Golden
 from graphpack.graph import Bucket, Shape
@@ -28,6 +28,13 @@ class Trial:
     graph: Graph | PiecewiseGraph
     executable: Executable
     golden: Golden
+
+
+def check_as_saved(record: Record, now: Weights) -> None:
+    """Raise WeightsMismatchError unless the weights `now` are those that the entry was saved with."""
+    if now.root != record.weights.root:
+        problem = Problem("weights.root", record.weights.root[:12], f"{now.root[:12]}, updated", "load the entry again")
+        raise WeightsMismatchError("goldens are of the weights that were saved", [problem])
 
 
 def verify_graphs(name: str, trials: Sequence[Trial], memory: Memory) -> tuple[VerifiedBucket, ...]:

@@ -59,7 +59,7 @@ ORDER = """
     backends.cuda.watch backends.cuda.capture backends.cuda.capture_pieces
     backends.cuda.agree backends.cuda.capturing
     trust_settings inputs dispatch slots eager fallback prefill
-    weight_update trials replay restore completeness opening budget pool
+    weight_update trials life replay restore completeness opening budget pool
     sampling generate
     signing contents verify
     freshness prewarm entry proof capture recorder

@@ -142,6 +142,17 @@ def test_without_a_copy_the_memory_lives_as_long_as_it_is_looked_at(decoder: Pat
     assert state.any()
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("closed", True), ("awake", False), ("updated", True), ("weights", None), ("slots", 1)]
+)
+def test_what_a_model_is_nobody_else_says(model: RestoredModel, name: str, value: object) -> None:
+    before = getattr(model, name)
+    with pytest.raises(AttributeError):
+        setattr(model, name, value)
+    assert getattr(model, name) == before
+    assert model.step([1], [0]).shape == (1, VOCABULARY)
+
+
 def test_without_a_copy_nothing_is_copied(model: RestoredModel) -> None:
     tensor = model.step([1], [0], copy=False)
     assert tensor.numpy().base is not None
