@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 from graphpack import process
 from graphpack.errors import GraphpackError, Problem, StorageError, UsageError
 from graphpack.frozen import dataclass
+from graphpack.refused import refusal, too_little
 from graphpack.words import LOG_FORMAT_VARIABLE
 
 if TYPE_CHECKING:
@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from graphpack.cli.answer import Answer
 
 CLOSED_PIPE = 128 + signal.SIGPIPE
-REFUSED_BY_SYSTEM = {
-    getattr(errno, name)
-    for name in ("EACCES", "EDQUOT", "EFBIG", "EIO", "EMFILE", "ENFILE", "ENOLCK", "ENOMEM", "ENOSPC", "EPERM", "EROFS")
-}
 
 
 class _StoppedError(GraphpackError):
@@ -74,15 +70,8 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(_StoppedError(stop.number), forms)
     except GraphpackError as error:
         return _fail(error, forms)
-    except OSError as error:
-        if error.errno not in REFUSED_BY_SYSTEM:
-            return _fail(_bug(error), forms)
-        about = "" if error.filename is None else f"{error.filename}: "
-        return _fail(StorageError(f"{about}{error.strerror}"), forms)
-    except MemoryError as error:
-        return _fail(StorageError(f"out of memory{f': {error}' if str(error) else ''}"), forms)
     except Exception as error:  # noqa: BLE001 - the one place that turns a bug into its exit status
-        return _fail(_bug(error), forms)
+        return _fail(too_little("go on", error) or _refused(error) or _bug(error), forms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +137,11 @@ def _usage(error: click.ClickException) -> UsageError:
     hint = "" if parameter is None or context is None else parameter.get_error_hint(context)
     where = hint.partition(" (")[0].strip("'")
     return UsageError(error.format_message(), [Problem(where, hint=f"see {command} --help")])
+
+
+def _refused(error: Exception) -> StorageError | None:
+    here = refusal(error)
+    return StorageError(here) if here else None
 
 
 def _bug(error: Exception) -> GraphpackError:

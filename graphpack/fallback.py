@@ -14,6 +14,7 @@ from graphpack.backends import Memory
 from graphpack.errors import EnvironmentMismatchError, InputError, Problem
 from graphpack.graph import Bucket
 from graphpack.models.locate import Located
+from graphpack.refused import too_little
 
 if TYPE_CHECKING:
     from graphpack.eager import Eager
@@ -61,7 +62,8 @@ class Fallback:
         except ImportError as error:
             hint = "pip install the torch build that the entry names"
             problem = Problem("torch", self._record.environment.torch.version, str(error), hint)
-            raise EnvironmentMismatchError("running the model eagerly needs torch", [problem]) from error
+            other = EnvironmentMismatchError("running the model eagerly needs torch", [problem])
+            raise too_little("import torch, which runs the model eagerly", error) or other from error
         return Eager(self._record, self._located, self._memory)
 
     def forget(self) -> None:

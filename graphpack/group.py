@@ -31,6 +31,7 @@ from graphpack.errors import (
 from graphpack.meeting import meet
 from graphpack.models.operations import BROKEN
 from graphpack.ranks import JOINED, Company, Place
+from graphpack.refused import refusal
 from graphpack.schema import shown
 
 BEAT_SECONDS = 1.0
@@ -374,7 +375,7 @@ def _typed(error: BaseException, what: str) -> GraphpackError:
     """What other ranks are told of an error that is none of graphpack's own: what the command line makes of it."""
     if not isinstance(error, Exception):
         return RankLostError(f"stopped in {what}: {error or type(error).__name__}")
-    kind = StorageError if isinstance(error, (OSError, MemoryError)) else GraphpackError
+    kind = StorageError if refusal(error) else GraphpackError
     return kind(f"{type(error).__name__} in {what}: {error}")
 
 

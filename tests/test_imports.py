@@ -19,7 +19,7 @@ LONGEST_MODULE = 400
 
 # A module imports only what stands before it.
 ORDER = """
-    frozen errors elf words process jobs logs
+    frozen errors refused elf words process jobs logs
     split_operations schema suggestion arguments dtypes torch_arrays graph
     results results.observer results.replay results.sign results.load results.verify results.maintain results.save
     texts stages convert home interpreter

@@ -6,6 +6,7 @@ zstd is imported when it is used: some commands read no blob.
 from __future__ import annotations
 
 from graphpack.archive.codec import corrupt, reason
+from graphpack.refused import too_little
 
 CONTENT_LIMIT = 512 << 20
 EXPANSION_LIMIT = 256
@@ -50,7 +51,7 @@ def _stored(content: bytes, data: bytes) -> bytes:
 def decompress(data: bytes, content_size: int, where: str, limit: int = CONTENT_LIMIT) -> bytes:
     """The content of a frame that `compress` wrote, `content_size` bytes.
 
-    Raises CorruptArchiveError.
+    Raises CorruptArchiveError, StorageError for want of memory.
     """
     import zstandard
 
@@ -67,4 +68,6 @@ def decompress(data: bytes, content_size: int, where: str, limit: int = CONTENT_
             raise corrupt(where, f"its zstd frame has no checksum, a dictionary or a window above {WINDOW_LIMIT}")
         return zstandard.ZstdDecompressor(max_window_size=WINDOW_LIMIT).decompress(data, allow_extra_data=False)
     except (zstandard.ZstdError, MemoryError) as error:
-        raise corrupt(where, f"not a valid zstd frame ({reason(error)})") from None
+        raise too_little(f"read {where}", error) or corrupt(
+            where, f"not a valid zstd frame ({reason(error)})"
+        ) from None

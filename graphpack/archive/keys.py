@@ -21,6 +21,7 @@ from graphpack.archive.files import storage_errors
 from graphpack.archive.permissions import read_protected, read_with_status
 from graphpack.errors import GraphpackError, Problem, UntrustedError, UsageError
 from graphpack.frozen import dataclass
+from graphpack.refused import too_little
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -154,7 +155,7 @@ def _library(missing: GraphpackError) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise missing from error
+        raise too_little("import cryptography", error) or missing from error
 
 
 def _write_new(path: Path, data: bytes, mode: int) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from graphpack.elf import read_search_path, read_version_definitions
 from graphpack.frozen import dataclass
+from graphpack.refused import too_little
 
 SYSTEM_LIBRARIES = (
     "libc.so.6",
@@ -98,6 +99,12 @@ def _library_search_path(torch_lib: Path | None) -> list[Path]:
 
 @contextmanager
 def _mapped(path: Path) -> Iterator[mmap.mmap]:
-    """A file's bytes, of which only the pages used are read. Raises OSError, and ValueError for an empty file."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    """A file's bytes, of which only the pages used are read. Raises OSError, ValueError for an empty file, and
+    StorageError where nothing is wrong with the file."""
+    try:
+        with path.open("rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise too_little(f"read {path}", error) or error from None
+    with data:
         yield data

@@ -15,6 +15,7 @@ from graphpack.graph import Bucket
 from graphpack.models.checkpoint import open_checkpoint
 from graphpack.models.step import METHODS, StepModel
 from graphpack.models.weights import WeightSource
+from graphpack.refused import too_little
 
 if TYPE_CHECKING:
     import torch
@@ -102,9 +103,11 @@ def _import(reference: str) -> Callable[[], Any]:
     try:
         target: Any = importlib.import_module(module_name)
     except ImportError as error:
-        raise NotFoundError(f"cannot import module '{module_name}' of '{reference}': {error}") from error
+        missing = NotFoundError(f"cannot import module '{module_name}' of '{reference}': {error}")
+        raise too_little(f"import module '{module_name}'", error) or missing from error
     except Exception as error:
-        raise UsageError(f"module '{module_name}' failed to import: {type(error).__name__}: {error}") from error
+        failed = UsageError(f"module '{module_name}' failed to import: {type(error).__name__}: {error}")
+        raise too_little(f"import module '{module_name}'", error) or failed from error
     for part in path.split("."):
         if not hasattr(target, part):
             raise NotFoundError(f"module '{module_name}' has no attribute '{path}'")
@@ -119,7 +122,8 @@ def _call(reference: str, factory: Callable[[], Any]) -> StepModel:
     try:
         step = factory()
     except Exception as error:
-        raise UsageError(f"factory '{reference}' failed: {type(error).__name__}: {error}") from error
+        failed = UsageError(f"factory '{reference}' failed: {type(error).__name__}: {error}")
+        raise too_little(f"call factory '{reference}'", error) or failed from error
     missing = [name for name in METHODS if not callable(getattr(step, name, None))]
     if missing:
         problems = [Problem(f"{type(step).__qualname__}.{name}", here="missing") for name in missing]

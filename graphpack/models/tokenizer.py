@@ -12,6 +12,7 @@ from typing import Any
 
 from graphpack.errors import NotFoundError, Problem, UsageError, WeightsMismatchError
 from graphpack.models.checkpoint import CONFIG_NAME, read_json, read_regular
+from graphpack.refused import too_little
 from graphpack.schema import shown
 
 TOKENIZER_NAME = "tokenizer.json"
@@ -27,7 +28,8 @@ def require_library() -> None:
         import tokenizers  # noqa: F401
     except ImportError as error:
         problem = Problem("tokenizers", here="not installed", hint="pip install tokenizers")
-        raise UsageError("text becomes tokens with the package tokenizers", [problem]) from error
+        other = UsageError("text becomes tokens with the package tokenizers", [problem])
+        raise too_little("import tokenizers", error) or other from error
 
 
 class Tokenizer:

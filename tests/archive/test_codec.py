@@ -30,7 +30,7 @@ from graphpack.archive.codec import (
 )
 from graphpack.archive.compression import compress, decompress
 from graphpack.archive.record import FormatVersion, Producer
-from graphpack.errors import CorruptArchiveError, UnsupportedFormatError
+from graphpack.errors import CorruptArchiveError, StorageError, UnsupportedFormatError
 from graphpack.schema import COUNT_LIMIT
 from tests.archive.build import frame
 
@@ -446,6 +446,19 @@ def test_frames_are_bounded(size: int) -> None:
     assert parameters.content_size == size
     assert parameters.window_size <= compression.WINDOW_LIMIT
     assert decompress(data, size, "FILE") == content
+
+
+def test_too_little_memory_for_a_frame_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def __init__(self, **_: object) -> None: ...
+
+        def decompress(self, *_: object, **__: object) -> bytes:
+            raise MemoryError
+
+    data = compress(b"content")
+    monkeypatch.setattr(zstandard, "ZstdDecompressor", Full)
+    with pytest.raises(StorageError, match="too little to read FILE"):
+        decompress(data, 7, "FILE")
 
 
 def test_what_repeats_is_stored_in_less() -> None:

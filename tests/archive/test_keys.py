@@ -184,4 +184,18 @@ def test_without_the_library(tmp_path: Path, key: Path, monkeypatch: pytest.Monk
         with pytest.raises(UsageError) as caught:
             call()
         assert caught.value.problems[0].hint == "pip install cryptography"
+        assert caught.value.problems[0].hint == "pip install cryptography"
     assert not (tmp_path / "k").exists()
+
+
+def test_too_little_memory_for_the_library(key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name.startswith("cryptography"):
+                raise ImportError("_rust.so: failed to map segment from shared object")
+
+    for name in [name for name in sys.modules if name.startswith("cryptography")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Full(), *sys.meta_path])
+    with pytest.raises(StorageError, match="too little to import cryptography"):
+        read_private_key(key)

@@ -7,6 +7,7 @@ import fcntl
 import gc
 import mmap
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -15,15 +16,22 @@ import numpy as np
 import pytest
 
 import graphpack
-from graphpack import CorruptArchiveError, EnvironmentMismatchError
+from graphpack import CorruptArchiveError, EnvironmentMismatchError, StorageError
 from graphpack.backends.cpu.restore import loaded_torch
 from graphpack.backends.cpu.runtime import CompiledObject, TorchLibrary
+from graphpack.identity.environment import torch_library_directory
 from tests.backends.test_policy import linked
 from tests.capture.saved import environment, object_of
 
 
 def loaded(code: bytes, label: str = "an object") -> CompiledObject:
     return CompiledObject(loaded_torch(), code, label)
+
+
+def loaded_library() -> Path:
+    directory = torch_library_directory()
+    assert directory is not None
+    return directory / "libtorch_cpu.so"
 
 
 def descriptors() -> list[str]:
@@ -172,6 +180,37 @@ def test_a_torch_library_that_lacks_the_interface_is_refused(tmp_path: Path, mon
     with pytest.raises(EnvironmentMismatchError) as refusal:
         TorchLibrary(tmp_path)
     assert "aoti_torch_create_tensor_from_blob" in refusal.value.problems[0].here
+
+
+def test_too_little_memory_for_a_library_is_no_fault_of_torch(
+    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, torch, before = object_of(decoder, 1), loaded_torch(), descriptors()
+
+    def refuse(path: str, **_: object) -> None:
+        raise OSError(f"{path}: failed to map segment from shared object")
+
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    with pytest.raises(StorageError, match="too little to load torch's library"):
+        TorchLibrary(tmp_path)
+    with pytest.raises(StorageError, match="too little to load the compiled object"):
+        CompiledObject(torch, code, "an object")
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize("command", ["load", "save"])
+def test_too_little_address_space(command: str, normed: Path, tmp_path: Path) -> None:
+    """Enough for Python and numpy, not for torch's library."""
+    arguments = {"load": [normed, "--weights", normed.parent / "weights"], "save": ["tiny-llama", tmp_path / "archive"]}
+    size = loaded_library().stat().st_size
+    done = subprocess.run(
+        [sys.executable, "-m", "graphpack", command, *map(str, arguments[command])],
+        capture_output=True, text=True, cwd=tmp_path, env=environment(OPENBLAS_NUM_THREADS="1"),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (size, size)),
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (12, "")
+    assert "error: the system has too little to " in done.stderr
+    assert "ulimit -a" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["load", "save"])

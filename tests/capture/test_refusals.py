@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import tempfile
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -219,6 +220,39 @@ def test_no_room_for_temporary_files_is_no_fault_of_the_model(
         save_normed()
     assert caught.value.problems[0].where == tempfile.gettempdir()
     assert not (tmp_path / "archive").exists()
+
+
+@pytest.mark.parametrize(
+    "where", [(torch._inductor, "aot_compile"), (torch.export, "export")], ids=lambda pair: pair[1]
+)
+def test_no_memory_is_no_fault_of_the_model(
+    where: tuple[types.ModuleType, str], save_normed: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        try:
+            raise MemoryError
+        except MemoryError as error:
+            raise ValueError("something in the compiler") from error
+
+    monkeypatch.setattr(*where, refuse)
+    with pytest.raises(StorageError, match=r"the system has too little to (compile the step|trace the model)"):
+        save_normed()
+    assert not (tmp_path / "archive").exists()
+
+
+@pytest.mark.parametrize(
+    "said", ["cc1plus: out of memory allocating 65536 bytes", "virtual memory exhausted: Cannot allocate memory"]
+)
+def test_a_compiler_without_memory_is_no_bug(said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = tmp_path / "short"
+    short.write_text(f"#!/bin/sh\necho 'step.cpp:1: warning' >&2\necho '{said}' >&2\nexit 1\n")
+    short.chmod(0o755)
+    monkeypatch.setenv("CXX", str(short))
+    flags: dict[str, list[str]] = {"cflags": [], "definitions": [], "include_dirs": [], "libraries_dirs": []}
+    (tmp_path / "step.wrapper_linker_flags.json").write_text(json.dumps(flags))
+    with pytest.raises(StorageError, match="too little to compile the step") as caught:
+        cpu_compile.build(tmp_path, "name.so", Event())
+    assert caught.value.problems[0].here == said
 
 
 def test_a_compiler_without_room_is_no_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import shutil
 import subprocess
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from graphpack.archive.record import TorchBuild
+from graphpack.errors import StorageError
 from graphpack.identity import environment, symbol_versions
 from graphpack.identity.cpu_isa import CPU_ISA, best_isa
 from graphpack.identity.environment import Host, read_host, torch_library_directory
@@ -265,6 +268,17 @@ def test_libtorch_says_where_its_libraries_are(
 
 
 @compiler
+def test_a_library_that_cannot_be_mapped_for_want_of_memory_is_not_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    with pytest.raises(StorageError, match="the system has too little to read /"):
+        read_host()
+
+
 def test_the_standard_directories_are_searched_without_torch_cache_or_maps(
     system_file: Callable[[str, str | None], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,6 @@ the builder's paths out of the object, lets the loader unload it, and needs no p
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -30,13 +29,13 @@ from graphpack.elf import clear_executable_stack, parse
 from graphpack.errors import CaptureRefusedError, GraphpackError, Problem, StorageError
 from graphpack.identity.cpu_isa import CpuIsa
 from graphpack.modes import node_line
+from graphpack.refused import NO_ROOM, behind, too_little
 
 GENERATED_NAME = "step"
 _WRAPPER = f"{GENERATED_NAME}.wrapper.cpp"
 _KERNELS = f"{GENERATED_NAME}.kernel.cpp"
 _KERNELS_BEGIN = "#include <torch/csrc/inductor/cpp_prefix.h>"
 _SAFE_PATH = "PYTHONSAFEPATH"
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _WRAPPER_LEVEL = "-O1"
 """Nearly all of g++'s time goes into the wrapper, which computes nothing: its calls are the same at any level. Inductor
@@ -52,7 +51,7 @@ def generate(step: TracedStep, isa: CpuIsa, directory: Path) -> None:
     """Write the C++ of a step into the empty `directory`: the kernels, and the wrapper that calls them.
 
     Raises CaptureRefusedError if Inductor cannot lower an operation, naming it, or if there is no compiler, and
-    StorageError if there is no room for it.
+    StorageError if there is no room or memory for it.
     """
     compiler()
     check_inductor_cache()
@@ -79,9 +78,12 @@ def generate(step: TracedStep, isa: CpuIsa, directory: Path) -> None:
             options["aot_inductor.output_path"] = f"{path}/"
             torch._inductor.aot_compile(step.program.module(), step.inputs, options=options)
     except Exception as error:
-        full = _no_room(error)
-        if full is not None:
-            raise StorageError(f"no room for temporary files: {full.strerror}", _room_problems()) from error
+        for found in behind(error):
+            if isinstance(found, OSError) and found.errno in NO_ROOM:
+                raise StorageError(f"no room for temporary files: {found.strerror}", _room_problems()) from error
+            refused = too_little("compile the step", found)
+            if refused is not None:
+                raise refused from error
         lines = [line for line in str(error).splitlines() if line.strip()]
         raise CaptureRefusedError(
             "torch cannot compile the step", [Problem("the model", "", lines[0] if lines else type(error).__name__)]
@@ -101,15 +103,6 @@ def generate(step: TracedStep, isa: CpuIsa, directory: Path) -> None:
     wrapper, begin, kernels = text.partition(_KERNELS_BEGIN)
     (directory / _WRAPPER).write_text(wrapper.replace(_LAST_ERROR, _LAST_ERROR.replace("thread_local ", "")))
     (directory / _KERNELS).write_text(begin + kernels)
-
-
-def _no_room(error: BaseException | None) -> OSError | None:
-    """What the system refused, of all that led to an error: Inductor raises one of its own for it."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _NO_ROOM:
-            return error
-        error = error.__cause__ or error.__context__
-    return None
 
 
 def _room_problems() -> list[Problem]:
@@ -168,8 +161,8 @@ def _operation(node: torch.fx.Node) -> str:
 def build(directory: Path, name: str, stop: Event) -> bytes:
     """Compile and link what `generate` wrote into an object of this SONAME; its bytes, executable-stack flag cleared.
 
-    Raises CaptureRefusedError if there is no compiler, StorageError if it has no room for its files, and GraphpackError
-    if it fails or `stop` is set before it is done.
+    Raises CaptureRefusedError if there is no compiler, StorageError if it has no room for its files or no memory, and
+    GraphpackError if it fails or `stop` is set before it is done.
     """
     flags = json.loads((directory / f"{GENERATED_NAME}.wrapper_linker_flags.json").read_text())
     includes = Path(torch.__file__).parent / "include"
@@ -226,10 +219,11 @@ def _run(command: list[str], directory: Path, stop: Event) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
                 raise GraphpackError("the save was stopped") from None
-    if process.returncode and any(os.strerror(number) in said for number in _NO_ROOM):
+    if process.returncode and any(os.strerror(number) in said for number in NO_ROOM):
         raise StorageError("no room for the compiler's files", _room_problems())
     if process.returncode:
-        raise GraphpackError(f"{command[0]} failed on generated code:\n{said[-4000:]}")
+        failed = GraphpackError(f"{command[0]} failed on generated code:\n{said[-4000:]}")
+        raise too_little("compile the step", RuntimeError(said)) or failed
 
 
 def symbol_versions(code: bytes) -> set[str]:

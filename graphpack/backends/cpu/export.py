@@ -21,6 +21,7 @@ from graphpack.frozen import dataclass
 from graphpack.graph import TensorSpec
 from graphpack.lockstep import evaluating
 from graphpack.modes import TORCH, draws_random_numbers, node_line, refuse_modes
+from graphpack.refused import behind, too_little
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +53,14 @@ def trace(
 def trace_examples(module: torch.nn.Module, examples: tuple[torch.Tensor, ...], weights: frozenset[str]) -> TracedStep:
     """Trace a call of `module` in evaluation mode, leaving its training flags as they were.
 
-    Raises CaptureRefusedError naming the operation and the model's source line.
+    Raises CaptureRefusedError naming the operation and the model's source line, StorageError for want of memory.
     """
     try:
         with _quiet(), evaluating(module), torch.no_grad(), torch.random.fork_rng(devices=[]):
             program = torch.export.export(module, examples, strict=False)
     except Exception as error:
-        raise CaptureRefusedError(
+        short = next(filter(None, (too_little("trace the model", found) for found in behind(error))), None)
+        raise short or CaptureRefusedError(
             "the model does something that a captured graph cannot hold", [_trace_problem(error)]
         ) from error
     problems = [*_refused_nodes(program)]

@@ -24,6 +24,7 @@ from graphpack.dtypes import DTYPES
 from graphpack.errors import CorruptArchiveError, EnvironmentMismatchError, GraphpackError, Problem, StorageError
 from graphpack.frozen import dataclass
 from graphpack.graph import TensorSpec
+from graphpack.refused import too_little
 
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _load_numbers = itertools.count(1)
@@ -56,7 +57,7 @@ class TorchLibrary:
             self.data_pointer = library.aoti_torch_get_data_ptr
             self.cpu = int(library.aoti_torch_device_type_cpu())
         except (OSError, AttributeError) as error:
-            raise EnvironmentMismatchError(
+            raise too_little("load torch's library", error) or EnvironmentMismatchError(
                 "torch's library cannot run compiled objects here",
                 [Problem("environment.torch", "", str(error), "install the torch build that the entry names")],
             ) from error
@@ -114,7 +115,7 @@ class CompiledObject:
             self._library = ctypes.CDLL(f"/proc/self/{spelling}fd/{self._fd}")
         except OSError as error:
             os.close(self._fd)
-            raise EnvironmentMismatchError(
+            raise too_little("load the compiled object", error) or EnvironmentMismatchError(
                 "the compiled object cannot be loaded here", [Problem(label, "", str(error))]
             ) from error
         try:

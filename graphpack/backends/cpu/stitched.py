@@ -19,6 +19,7 @@ from graphpack.backends.cpu.memory import CpuMemory
 from graphpack.backends.cpu.runtime import CompiledObject, TorchLibrary, output_array
 from graphpack.errors import CorruptArchiveError, EnvironmentMismatchError, Problem
 from graphpack.graph import row_major_strides
+from graphpack.refused import too_little
 
 if TYPE_CHECKING:
     from graphpack.archive.piecewise import Call, PiecewiseGraph
@@ -115,5 +116,6 @@ def _torch() -> tuple[ModuleType, ModuleType]:
         from graphpack.models import operations
     except ImportError as error:
         problem = Problem("torch", "", str(error), "pip install the torch build that the entry names")
-        raise EnvironmentMismatchError("split operations are run by torch", [problem]) from error
+        other = EnvironmentMismatchError("split operations are run by torch", [problem])
+        raise too_little("import torch, which runs split operations", error) or other from error
     return operations, torch_arrays
