@@ -11,6 +11,11 @@ WORK_SECONDS = 0.025
 `graphpack --version` half of its budget."""
 
 
+def within(seconds: float, budget: float) -> bool:
+    """Whether this is less than the budget, or would be on an idle machine."""
+    return seconds < budget or seconds < budget * slowness()
+
+
 def slowness() -> float:
     """How many times as long a processor takes now: whoever works beside it has a part of its clock and its caches."""
     started = time.process_time()

@@ -12,7 +12,7 @@ import pytest
 
 from tests.cli import fakes
 from tests.cli.conftest import environment
-from tests.processor import slowness
+from tests.processor import within
 
 HEAVY = ("torch", "numpy", "rich", "safetensors", "transformers", "yaml")
 QUICK = (
@@ -61,4 +61,4 @@ def test_start_up_budget(folder: Path, arguments: tuple[str, ...], budget: float
     pairs = [seconds(folder, "-m", "graphpack", *arguments) - seconds(folder, "-c", "pass") for _ in range(ROUNDS)]
     over = statistics.median(pairs)
 
-    assert over < budget * slowness()
+    assert within(over, budget)

@@ -1,4 +1,4 @@
-"""A driver made of Python: memory is bytearrays, images are small documents, launches run when they are waited for.
+"""A driver made of Python: memory is mapped here, images are small documents, launches run when they are waited for.
 
 It keeps the rules of the real one that graphpack relies on: a thread needs a current context, addresses need memory
 and access, an edge record counts for its whole call, and launches are held to the limits of their function. Real
@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from mmap import MAP_PRIVATE, mmap
 from typing import Any, NoReturn
 
 import numpy as np
@@ -94,7 +95,7 @@ class FakeDriver(Driver):
         self.static_shared = 0
         self.lock_status = 0
         self.reserved: dict[int, int] = {}
-        self.memory: dict[int, bytearray] = {}
+        self.memory: dict[int, mmap] = {}
         self.mapped: dict[int, int] = {}
         self.open: set[int] = set()
         self.others: dict[int, bytearray] = {}
@@ -243,7 +244,7 @@ class FakeDriver(Driver):
             self._fail("cuMemCreate", 2 if size > self.free else 1)
         self.free -= size
         handle = self._new()
-        self.memory[handle] = bytearray(size)
+        self.memory[handle] = mmap(-1, size, MAP_PRIVATE)  # unlike an array, no work where nobody writes
         return handle
 
     def release_memory(self, handle: int) -> None:
@@ -278,7 +279,7 @@ class FakeDriver(Driver):
                 return memoryview(held)[address - start : address - start + size]
         starts = sorted(self.open)
         at = starts[bisect_right(starts, address) - 1] if starts else 0
-        data = self.memory.get(self.mapped.get(at, 0), bytearray())
+        data = self.memory.get(self.mapped.get(at, 0), b"")
         if not at <= address <= address + size <= at + len(data):
             self._fail("device", 700)
         return memoryview(data)[address - at : address - at + size]
