@@ -8,9 +8,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 from graphpack.proof import free_port
 from tests.capture.saved import environment
 from tests.cli.conftest import run
+from tests.ranks.forks import Fork, Forks
 from tests.shared_fixtures import one_thread
 
 __all__ = ["one_thread", "run"]
@@ -46,45 +48,60 @@ class Ended:
 Ranks = Callable[..., list[Ended]]
 
 
-@pytest.fixture
-def ranks(tmp_path: Path) -> Ranks:
-    """Runs Python in a process for each rank: one program and its arguments, or one for each rank."""
+Start = Callable[..., subprocess.Popen[str] | Fork]
 
-    def start(rank: int, port: int, program: str, arguments: Sequence[object]) -> subprocess.Popen[str]:
+
+def run_ranks(begin: Start, program: str | Sequence[str], *arguments: object | Sequence[object]) -> list[Ended]:
+    """Runs Python in a process for each rank: one program and its arguments, or one for each rank. An argument that
+    is a list has one for each rank."""
+    port = free_port()
+    programs = [program] * SIZE if isinstance(program, str) else program
+    began = time.monotonic()
+
+    def start(rank: int) -> subprocess.Popen[str] | Fork:
+        given = [str(argument[rank] if isinstance(argument, list) else argument) for argument in arguments]
         place = {"RANK": str(rank), "WORLD_SIZE": str(SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return begin(programs[rank], given, env=environment(**place))
+
+    def ended_at(process: subprocess.Popen[str] | Fork) -> Ended:
+        out, err = process.communicate(timeout=200)
+        assert process.returncode is not None
+        return Ended(process.returncode, out, err, time.monotonic() - began)
+
+    started = [start(rank) for rank in range(SIZE)]
+    try:
+        with ThreadPoolExecutor(SIZE) as waiting:
+            return [*waiting.map(ended_at, started)]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def fresh_ranks(tmp_path: Path) -> Ranks:
+    """`run_ranks` in processes that know nothing yet."""
+
+    def begin(program: str, arguments: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", program, *arguments]
         return subprocess.Popen(
-            [sys.executable, "-c", program, *map(str, arguments)],
-            cwd=tmp_path,
-            env=environment(**place),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
 
-    def run_ranks(program: str | Sequence[str], *arguments: object | Sequence[object]) -> list[Ended]:
-        """An argument that is a list has one for each rank."""
-        port = free_port()
-        programs = [program] * SIZE if isinstance(program, str) else program
-        given = [
-            [argument[rank] if isinstance(argument, list) else argument for argument in arguments]
-            for rank in range(SIZE)
-        ]
-        began = time.monotonic()
+    return partial(run_ranks, begin)
 
-        def ended_at(process: subprocess.Popen[str]) -> Ended:
-            out, err = process.communicate(timeout=200)
-            return Ended(process.returncode, out, err, time.monotonic() - began)
 
-        started = [start(rank, port, programs[rank], given[rank]) for rank in range(SIZE)]
-        try:
-            with ThreadPoolExecutor(SIZE) as waiting:
-                return [*waiting.map(ended_at, started)]
-        finally:
-            for process in started:
-                process.kill()
-                process.wait()
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    found = Forks(environment())
+    yield found
+    found.close()
 
-    return run_ranks
+
+@pytest.fixture
+def ranks(forks: Forks, tmp_path: Path) -> Ranks:
+    """`run_ranks` in processes that know torch from their start."""
+    return partial(run_ranks, partial(forks.start, cwd=tmp_path))
 
 
 @pytest.fixture

@@ -79,8 +79,8 @@ def by_one_process() -> tuple[list[list[int]], np.ndarray, np.ndarray]:
     return tokens, torch.stack(first).numpy(), torch.stack(second).numpy()
 
 
-def test_two_ranks_restore_without_capture_and_give_what_one_process_gives(ranks: Ranks) -> None:
-    ended = ranks(GENERATE, KEPT)
+def test_two_ranks_restore_without_capture_and_give_what_one_process_gives(fresh_ranks: Ranks) -> None:
+    ended = fresh_ranks(GENERATE, KEPT)
     assert [one.code for one in ended] == [0, 0], ended[0].err + ended[1].err
     here, there = (one.document for one in ended)
     assert (here.pop("notes"), there.pop("notes")) == (["rank 0 of 2"], ["rank 1 of 2"])
@@ -139,8 +139,8 @@ print(json.dumps([saved.action, saved.weights_root, list(saved.notes), again.act
 """
 
 
-def test_ranks_save_an_entry_each_under_one_name(ranks: Ranks, tmp_path: Path) -> None:
-    ended = ranks(SAVE, KEPT, tmp_path / "archive")
+def test_ranks_save_an_entry_each_under_one_name(fresh_ranks: Ranks, tmp_path: Path) -> None:
+    ended = fresh_ranks(SAVE, KEPT, tmp_path / "archive")
     assert [one.code for one in ended] == [0, 0], ended[0].err + ended[1].err
     entries = Archive.open(tmp_path / "archive").find(["tiny-qwen3"])
     assert [entry.part for entry in entries] == [Part(rank, SIZE) for rank in range(SIZE)]
@@ -233,8 +233,8 @@ def test_ranks_that_were_asked_for_other_texts_continue_none(ranks: Ranks, kept:
         assert error["message"] == "the ranks do not agree: prompts of rank 1 is not that of rank 0"
 
 
-def test_ranks_that_were_asked_for_the_same_texts_give_the_same(ranks: Ranks, kept: Path) -> None:
-    ended = ranks(CONTINUES, kept, "[[1, 2, 3], [4]]", '{"temperature": 0.5, "stop": [5]}')
+def test_ranks_that_were_asked_for_the_same_texts_give_the_same(fresh_ranks: Ranks, kept: Path) -> None:
+    ended = fresh_ranks(CONTINUES, kept, "[[1, 2, 3], [4]]", '{"temperature": 0.5, "stop": [5]}')
     assert [one.code for one in ended] == [0, 0], ended[0].err + ended[1].err
     assert ended[0].document == ended[1].document
 
@@ -549,10 +549,10 @@ def test_a_program_that_is_at_something_else_is_not_ended(ranks: Ranks, kept: Pa
     assert last == "went on"
 
 
-def test_a_command_on_devices_ends_before_torch_tears_anything_down(ranks: Ranks, kept: Path) -> None:
+def test_a_command_on_devices_ends_before_torch_tears_anything_down(fresh_ranks: Ranks, kept: Path) -> None:
     late = 'import atexit; atexit.register(print, "torn down")\n'
     for here, torn_down in ((WAITS_FOR_EVER, False), ("", True)):
-        for one in ranks(late + here + GRAPHPACK, "load", kept, "--format", "json"):
+        for one in fresh_ranks(late + here + GRAPHPACK, "load", kept, "--format", "json"):
             assert one.code == 0, one.err
             assert ("torn down" in one.out) is torn_down
             assert json.loads(one.out.partition("torn down")[0])["command"] == "load"
