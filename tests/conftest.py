@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import stat
 import sys
@@ -38,6 +39,17 @@ others it found two lines more, and took up to a third of their time."""
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-bit", action="store_true", help="of objects, turn every bit and not one of each byte")
+
+
+def pytest_collection() -> None:
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests, which are there until the end, are not looked through each time garbage is collected."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 @contextmanager
