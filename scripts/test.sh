@@ -3,6 +3,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/setup.sh test
+# Tests start many processes, which would compile the same modules again and again.
+unset PYTHONDONTWRITEBYTECODE
 
 log="$(mktemp)"
 types="$(mktemp)"
