@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -71,6 +72,7 @@ def program(requests: int) -> str:
     """Returns in forks only: the text that each is to run, as Python runs that of `-c`."""
     import torch  # noqa: F401 - what forks need not import
 
+    gc.freeze()
     server = socket.socket(fileno=requests)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
