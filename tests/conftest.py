@@ -27,7 +27,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 MEASURED = (
     "archive",
     "cli",
-    "fuzz",
     "identity",
     "ranks/test_entries.py",
     "matrix/test_ranks.py",
